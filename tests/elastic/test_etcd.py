@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,9 @@ class Nodes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for handler in self.handlers:
-            handler.close()
+        # At once, as the nodes of a job do: the one that serves the store of the round waits for the others.
+        for closed in [self.pool.submit(handler.close) for handler in self.handlers]:
+            closed.result()
         self.pool.shutdown()
 
 
@@ -198,6 +200,25 @@ def nodes(cluster: EtcdCluster, request: pytest.FixtureRequest) -> Iterator[Node
 
 def results(futures: list[Future[Rendezvous]]) -> list[Rendezvous]:
     return [future.result(WAIT) for future in futures]
+
+
+@needs_etcd
+def test_the_store_of_a_round_lives_until_all_have_left(nodes: Nodes) -> None:
+    """As in the exit barrier of torch's agents: whoever is told last still needs the store."""
+    formed = [(handler, f.result(WAIT)) for handler, f in _joined(nodes, 2)]
+    (first, _), (other, its) = sorted(formed, key=lambda each: each[1].rank)
+    leaving = nodes.pool.submit(first.close)
+    with pytest.raises(FutureTimeoutError):
+        leaving.result(1.0)
+    its.store.set("key", "value")
+    assert its.store.get("key") == b"value"
+    other.close()
+    leaving.result(WAIT)
+
+
+def _joined(nodes: Nodes, count: int) -> list[tuple[RendezvousHandler, Future[Rendezvous]]]:
+    handlers = [nodes.handler(count, count, keep_alive_max_attempt=20) for _ in range(count)]
+    return list(zip(handlers, nodes.join(*handlers), strict=True))
 
 
 @needs_etcd

@@ -301,8 +301,9 @@ class RendezvousHandler:
         Args:
             leave: False: this node has left already, or the backend does not reply.
 
-        A node that serves the state waits until the others have left the round, or their heartbeats have
-        expired. If some take part in the next one by then, its process goes on to serve the state.
+        A node that serves the state, or the store of the round, waits until the others have left the round,
+        or their heartbeats have expired. If some take part in the next one by then, its process goes on to
+        serve the state.
         """
         if self._closed:
             return
@@ -321,7 +322,7 @@ class RendezvousHandler:
         try:
             with self._lock:
                 self._executor.run(exit_round, deadline)
-                if self._backend.is_host:
+                if self._backend.is_host or self._stores.serves_now:
                     self._executor.run(await_departure(number), deadline + self._settings.expiry_seconds)
         except RendezvousError as e:
             logger.info("%s: %s could not leave in order: %s", self.get_run_id(), self.node, e)

@@ -104,7 +104,7 @@ def exit_round(context: Context, deadline: float) -> Action:
 
 
 def await_departure(number: int) -> Operator:
-    """An operator for the node that serves the state: waits until all nodes have left round ``number``."""
+    """An operator for a node that others need: waits until all nodes have left round ``number``."""
 
     def operator(context: Context, deadline: float) -> Action:
         if context.state.round != number or not context.state.participants:

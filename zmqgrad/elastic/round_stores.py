@@ -15,6 +15,9 @@ class RoundStores(ABC):
     are_served = False
     """Whether rank 0 serves the store of each round, and publishes its address."""
 
+    serves_now = False
+    """Whether this process serves the store that was opened last, so that others need it to live."""
+
     def serve(self) -> str:
         """Serve the store of the next round, as its rank 0. Returns the address to publish.
 
@@ -85,7 +88,8 @@ class ServedByRankZero(RoundStores):
 
     def open(self, run_id: str, number: int, address: str, timeout: float) -> Store:
         served, self._served = self._served, None
-        if served is not None and address == f"{self._host}:{served.port}":
+        self.serves_now = served is not None and address == f"{self._host}:{served.port}"
+        if served is not None and self.serves_now:
             store = served
         else:
             self._close(served)  # of a round that was lost before its store was opened
@@ -113,6 +117,7 @@ class ServedByRankZero(RoundStores):
         self._close(self._served)
         self._close(self._opened)
         self._served = self._opened = None
+        self.serves_now = False
 
 
 def await_address(number: int) -> Operator:
