@@ -59,6 +59,7 @@ def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], wh
 
 
 _PYTHON_NODE: Any = BackwardCFunction
+"""Any: to mypy, a node of the graph cannot be one."""
 
 
 class _OwningEdge(GradientEdge):
