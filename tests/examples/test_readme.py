@@ -19,9 +19,9 @@ ARCHITECTURE = (ROOT / "docs/concepts/architecture.md").read_text()
 def test_its_program_runs(tmp_path: Path) -> None:
     [program] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     [expected] = re.findall(r"print\(.*# (.*)", program)
-    (tmp_path / "ten_lines.py").write_text(program)
+    (tmp_path / "gradient.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "-m", "zmqgrad", "run", "--nproc-per-node", "2", "ten_lines.py"],
+        [sys.executable, "-m", "zmqgrad", "run", "--nproc-per-node", "2", "gradient.py"],
         cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
