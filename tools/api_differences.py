@@ -92,7 +92,7 @@ MISSING = (
     ),
     Missing(
         "Steps of starting and ending the C++ agent",
-        "`init_rpc` and `shutdown` do all of them; one alone would leave a worker that is half alive.",
+        "`init_rpc` and `shutdown` do all of them; one step alone would leave a partly started worker.",
         {
             "rpc": f"{_SHUTDOWN} _init_rpc_backend _validate_rpc_args _init_counter _utils",
             "rpc.api": f"{_SHUTDOWN} _finalize_shutdown _init_rpc_states _ignore_rref_leak "
@@ -118,8 +118,7 @@ MISSING = (
     ),
     Missing(
         "Profiling of the C++ agent",
-        "Calls are recorded by `torch.profiler`, and for a whole server by "
-        "`rpc._server_process_global_profile`.",
+        "`torch.profiler` records calls, and `rpc._server_process_global_profile` those of a whole server.",
         {
             "rpc": "RemoteProfilerManager _disable_server_process_global_profiler "
             "_enable_server_process_global_profiler _set_profiler_node_id enable_gil_profiling",
@@ -129,7 +128,7 @@ MISSING = (
     ),
     Missing(
         "Serialization of calls",
-        "This library has its own serializer. A class chooses how it is sent by `__reduce__`.",
+        "zmqgrad has its own serializer. A class chooses by `__reduce__` how it is sent.",
         {
             "rpc": "internal _disable_jit_rref_pickle _enable_jit_rref_pickle",
             "rpc.api": "PythonUDF RPCExecMode _default_pickler _internal_rpc_pickler _use_rpc_pickler",
@@ -140,12 +139,12 @@ MISSING = (
     ),
     Missing(
         "Serialization and profiling of one reference",
-        "References are serialized by calls, with their counts.",
+        "Calls serialize the references that they contain, and count them.",
         {"rpc": _RREF_INTERNALS, "rpc.api": _RREF_INTERNALS},
     ),
     Missing(
         "Parts of `_all_gather`",
-        "The root gathers by an asynchronous function. A collective of one's own can use `AllGatherStates`.",
+        "The root gathers by an asynchronous function. A collective of your own can use `AllGatherStates`.",
         {
             "rpc.api": "_ALL_WORKER_NAMES _all_gather_sequence_id _all_gather_sequence_id_to_states "
             "_broadcast_to_followers _gather_to_leader"
@@ -178,8 +177,8 @@ MISSING = (
         },
     ),
     Missing(
-        "Variables that the body of a module leaves behind",
-        "They have no use outside of it.",
+        "Variables that torch's modules use only while they are imported",
+        "They have no other use.",
         {
             "rpc.api": "T TYPE_CHECKING _P _R docstring method method_name",
             "autograd": "TYPE_CHECKING",
@@ -315,19 +314,20 @@ def _lines() -> Iterator[str]:
     yield "Every name of `torch.distributed.rpc`, `.autograd`, `.optim` and `.nn` exists in the module of the"
     yield "same path below `zmqgrad`, with torch's parameters and defaults, except those listed here. Extra"
     yield f"parameters are optional. A test compares this page with the installed torch ({TORCH})."
-    yield "`python -m tools.api_differences` writes the page; change the tables there."
     yield ""
-    yield "## Names that libraries use and torch does not document"
-    yield ""
-    yield "| name | used by, for example | here |"
-    yield "|---|---|---|"
-    yield from (f"| {each.name} | {each.users} | {each.status} |" for each in USED)
+    yield "<!-- written by `python -m tools.api_differences`: change the tables there -->"
     yield ""
     yield "## Same name, different behaviour"
     yield ""
-    yield "| name | torch | here |"
+    yield "| name | torch | zmqgrad |"
     yield "|---|---|---|"
     yield from (f"| {each.name} | {each.torch} | {each.here} |" for each in BEHAVIOURS)
+    yield ""
+    yield "## Names that libraries use and torch does not document"
+    yield ""
+    yield "| name | used by, for example | zmqgrad |"
+    yield "|---|---|---|"
+    yield from (f"| {each.name} | {each.users} | {each.status} |" for each in USED)
     yield ""
     yield "## Different signatures"
     yield ""
@@ -336,7 +336,7 @@ def _lines() -> Iterator[str]:
         yield "|---|---|"
         yield from (f"| `{each.module}.{each.name}` | {each.reason} |" for each in SIGNATURES)
     else:
-        yield "None: every call that torch's signatures accept is accepted here."
+        yield "None: zmqgrad accepts every call that torch's signatures accept."
     yield ""
     yield "## Missing names"
     for each in MISSING:
