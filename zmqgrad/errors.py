@@ -35,7 +35,6 @@
     |   |-- OperatorError (TypeError)          a torch operator does not take these arguments
     |   |-- RRefError                          invalid use of an RRef
     |   `-- RemoteError                        user code failed remotely; its exception type is not available
-    |-- WorkerFailedError (RuntimeError)       a launched worker raised or died
     |-- AutogradError (RuntimeError)           contexts and backward passes
     `-- TraceError (RuntimeError)              a trace cannot be recorded or read
 

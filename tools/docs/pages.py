@@ -52,7 +52,7 @@ def _errors() -> Iterator[str]:
     yield "Every exception of this library is in `zmqgrad.errors` and derives from `ZmqgradError`. The"
     yield "text of an error says what was wrong, where, and what to do. This page lists the classes; see"
     yield "[troubleshooting](../troubleshooting.md) for a list by symptom. An exception that a remote"
-    yield "function raised is none of these: it is raised at the caller with its own class."
+    yield "function raised is not one of these: the caller gets it with its own class."
     for error in remedies.classes():
         bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__)
         yield from ("", f"## {error.__name__}", "")
@@ -74,9 +74,7 @@ def command_line_page() -> str:
 
 def _command_line() -> Iterator[str]:
     yield from ("# Command line", "")
-    yield "`python -m zmqgrad` is the same as `zmqgrad`. The exit code is 0 for success, 2 for wrong"
-    yield "arguments, 3 for a key that `zmqgrad store` does not find, and otherwise that of the first"
-    yield "worker that failed, or 1."
+    yield "`python -m zmqgrad` is the same as `zmqgrad`. The help of each command lists its exit codes."
     with mock.patch.dict(os.environ, {"COLUMNS": "100"}):
         for parser in parsers():
             yield from ("", f"{'##' if ' ' in parser.prog else '## The command'} `{parser.prog}`", "")
@@ -104,7 +102,7 @@ def messages_page() -> str:
 def _messages() -> Iterator[str]:
     fields = {each.TYPE.name: ", ".join(each.__struct_fields__) for each in message_classes()}
     yield from ("# Messages", "")
-    yield "What workers and stores send to each other. Programs do not use messages; traces and logs show"
+    yield "Workers and stores send these messages. Programs do not use messages; traces and logs show"
     yield "them. A message is one ZeroMQ multipart: a frame with the envelope (protocol version, type,"
     yield "message id, sender) and the header, which has the fields listed here, then frames with"
     yield "tensors. `->` names the reply."
@@ -131,7 +129,7 @@ def _metrics() -> Iterator[str]:
     registry = CollectorRegistry()
     prometheus.Metrics(registry)
     yield from ("# Metrics", "")
-    yield "What `zmqgrad.trace.prometheus.serve` and `count` offer; see"
+    yield "`zmqgrad.trace.prometheus.serve` and `count` export these metrics; see"
     yield "[tracing](../tracing.md#prometheus). `rpc.get_stats()` returns further counters as a dict."
     yield from ("", "| metric | type | meaning |", "|---|---|---|")
     for metric in registry.collect():

@@ -27,7 +27,7 @@ BETTER = {
         "Works without a world size too, so that [workers join and leave](../groups.md#dynamic-groups). "
         "Checks all arguments before it starts anything."
     ),
-    "rpc.remote": "Accepts lambdas and closures. Calls run exactly once although connections break.",
+    "rpc.remote": "Accepts lambdas and closures. Calls run exactly once even if connections break.",
     "rpc.rpc_async": (
         "The future can be awaited and interrupted, and a lost worker fails it at once. See `remote`."
     ),
@@ -36,7 +36,7 @@ BETTER = {
         "Never waits for a dead worker; logs what it waits for; `init_rpc` works again afterwards."
     ),
     "autograd.backward": "Has [modes](../concepts/modes.md), so that unused results do not block it.",
-    "autograd.context": "Is released everywhere although a worker has died.",
+    "autograd.context": "Is released everywhere even if a worker has died.",
     "optim.DistributedOptimizer": (
         "Also parameter groups, `state_dict`, `load_state_dict`, gradient clipping and learning-rate "
         "schedules."
@@ -44,6 +44,8 @@ BETTER = {
     "nn.RemoteModule": "Also timeouts, `train`, `eval`, and copies that can be called.",
 }
 """Names that do more here, with the same arguments."""
+
+DIFFERENT = "See [different behaviour](../api-differences.md#same-name-different-behaviour)."
 
 
 class Row(NamedTuple):
@@ -56,26 +58,24 @@ class Row(NamedTuple):
 
 def rows() -> Iterator[Row]:
     """Every public name of torch's modules, and those that only this library has, in order."""
-    behaviours = {each.name: each.here for each in api_differences.BEHAVIOURS}
     for path in MODULES:
         theirs = importlib.import_module(f"torch.distributed.{path}")
         ours = importlib.import_module(f"zmqgrad.{path}")
         public = sorted(name for name in names_of(theirs) if not (name.startswith("_") or name.isupper()))
         for name in public:
-            yield _row(path, name, behaviours)
+            yield _row(path, name)
         for name in sorted(set(ours.__all__) - set(public)):
             if not name.startswith("_") and not isinstance(getattr(ours, name), ModuleType):
                 yield Row(f"{path}.{name}", "only here", _summary(getattr(ours, name)))
 
 
-def _row(path: str, name: str, behaviours: dict[str, str]) -> Row:
+def _row(path: str, name: str) -> Row:
     full = f"{path}.{name}"
     for each in api_differences.MISSING:
         if name in each.names.get(path, "").split():
             return Row(full, "missing", each.reason)
-    for quoted, here in behaviours.items():
-        if f"`{name}`" in quoted:
-            return Row(full, "different", here)
+    if any(f"`{name}`" in each.name for each in api_differences.BEHAVIOURS):
+        return Row(full, "different", f"{BETTER.get(full, '')} {DIFFERENT}".lstrip())
     if full in BETTER:
         return Row(full, "better", BETTER[full])
     return Row(full, "same", "")
@@ -95,17 +95,17 @@ def _page() -> Iterator[str]:
     found = list(rows())
     yield from ("# Every public name", "")
     yield "Each public name of `torch.distributed.rpc`, `.autograd`, `.optim` and `.nn`, compared with"
-    yield "the module of the same name below `zmqgrad`. The comparison was made by code, with torch"
+    yield "the module of the same name below `zmqgrad`. The list is generated from torch"
     yield f"{api_differences.TORCH}. Private names that libraries use, and all other differences, are on"
     yield "[differences from torch's API](../api-differences.md)."
     yield ""
     yield "- **same**: the same arguments and results."
     yield "- **better**: the same arguments and results, and it does more."
-    yield "- **different**: the same arguments; the results differ as described."
+    yield "- **different**: the same arguments; some results differ."
     yield "- **missing**: this library does not have it."
     yield "- **only here**: torch does not have it."
     for path in MODULES:
-        yield from ("", f"## torch.distributed.{path}", "", "| name | | remarks |", "|---|---|---|")
+        yield from ("", f"## torch.distributed.{path}", "", "| name | status | remarks |", "|---|---|---|")
         for row in found:
             if row.name.startswith(f"{path}."):
                 yield f"| `{row.name}` | {row.status} | {row.note} |"
