@@ -79,7 +79,7 @@ def test_the_same_training_in_other_ways(tmp_path: Path) -> None:
 def test_the_small_program(backend: str) -> None:
     """Each tensor has nine elements, each with gradient 1: SGD takes 2 x 9 x 0.05 off their sum."""
     said = run_example("dist_autograd_simple.py", backend)
-    # Not by lines: with PYTHONUNBUFFERED, print() writes its newline by itself, and both workers print at once.
+    # Not by lines: with PYTHONUNBUFFERED, print() writes the newline apart, and both workers print at once.
     sums = re.findall(r"worker(\d): the sum went from (\d+\.\d{4}) to (\d+\.\d{4})", said)
     assert sorted(rank for rank, _, _ in sums) == ["0", "1"], said
     for _, before, after in sums:

@@ -259,7 +259,7 @@ print("gradient", model.module.weight.grad.tolist(), flush=True)
 dist.destroy_process_group()
 os._exit(0)
 """
-"""It ends without the interpreter's end, during which torch's gloo thread may free its last work: that aborts."""
+"""It skips the interpreter's end, during which torch's gloo thread may free its last work, and abort."""
 
 
 def test_a_program_of_torch_ddp(job: Job) -> None:
