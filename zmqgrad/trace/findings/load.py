@@ -1,29 +1,18 @@
-"""What findings are computed from: how long calls run and wait, unused sends, what cut logs miss. Pure."""
+"""What calls ask of their workers: how long they run there, and wait for a thread. Pure."""
 
 from __future__ import annotations
 
 import bisect
-import math
 from array import array
 from collections import Counter, defaultdict
 from typing import TypeVar
 
 from zmqgrad.trace.events import (
-    GroupExecuted,
-    MessageReceived,
-    MessageSent,
-    PassFinished,
-    Role,
-    SendRecorded,
     WaitBegun,
     WaitEnded,
 )
-from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Call, Stamped
-
-FLUSHED_NANOSECONDS = 100_000_000
-"""What a process may lose that is killed: a log that misses more was cut, or its worker recorded no more."""
 
 _K = TypeVar("_K")
 
@@ -108,69 +97,3 @@ class Load:
 def _keep_longest(calls: dict[_K, tuple[int, Call]], key: _K, nanoseconds: int, call: Call) -> None:
     if key not in calls or nanoseconds > calls[key][0]:
         calls[key] = nanoseconds, call
-
-
-class Missed:
-    """Counts the messages of others that logs without an end miss, by worker."""
-
-    def __init__(self, job: Job) -> None:
-        # Of a rank that joined again, the last one counts.
-        workers = {(worker.job, worker.rank): worker for worker in job.workers()}
-        self.until = {
-            key: job.known_until(w.process)
-            for key, w in workers.items()
-            if not w.process.has_end and not w.process.is_live
-        }
-        self._all: Counter[tuple[str, int]] = Counter()
-        self._late: set[tuple[str, int]] = set()
-
-    @property
-    def counts(self) -> Counter[tuple[str, int]]:
-        """By the job and the rank of the worker, if it misses more than what a kill loses."""
-        return Counter({key: self._all[key] for key in self._late})
-
-    def add(self, stamped: Stamped) -> None:
-        """Adds the event ``stamped``."""
-        actor, event = stamped.actor, stamped.event
-        if not self.until or actor is None or not isinstance(event, (MessageSent, MessageReceived)):
-            return
-        key = actor.job, event.peer
-        until = self.until.get(key, math.inf)
-        if actor.role is Role.WORKER and stamped.time > until:
-            self._all[key] += 1
-            if stamped.time > until + FLUSHED_NANOSECONDS:
-                self._late.add(key)
-
-
-class Sends:
-    """The sends of all autograd contexts that got no gradient yet, and the backward passes that ended."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self.open: dict[tuple[Actor, int], SendRecorded] = {}
-        self.ended: dict[int, tuple[int, PassFinished]] = {}
-
-    def add(self, stamped: Stamped) -> None:
-        """Adds the event ``stamped``."""
-        actor, event = stamped.actor, stamped.event
-        if actor is None:
-            return
-        if isinstance(event, SendRecorded):
-            self.open[actor, event.autograd_id] = event
-        elif isinstance(event, GroupExecuted):
-            for send in event.sends:
-                self.open.pop((actor, send), None)
-        elif isinstance(event, PassFinished):
-            self.ended[event.context] = stamped.time, event
-
-    def unused(self) -> list[tuple[Actor, SendRecorded]]:
-        """The sends that got no gradient in a context in which a backward pass has ended.
-
-        A log that stops before that does not tell, nor does one that dropped events.
-        """
-        known = self._job.known_until
-        return [
-            (actor, send)
-            for (actor, _), send in self.open.items()
-            if send.context in self.ended and self.ended[send.context][0] <= known(actor.process)
-        ]

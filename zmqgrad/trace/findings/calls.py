@@ -1,0 +1,65 @@
+"""Functions that fail, and the slowest calls. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, key_of, most_common
+from zmqgrad.trace.findings.load import Load
+from zmqgrad.trace.labels import ends
+from zmqgrad.trace.model import Call, Message
+from zmqgrad.trace.waits import (
+    show,
+)
+
+FAILING_CALLS, FAILING_SHARE = 3, 0.1
+"""A function that fails so many times, and in such a share of its calls, is a finding."""
+
+
+def failing_calls(load: Load) -> Iterator[Finding]:
+    """Functions that fail always or often; most failures first."""
+    for function, failed in sorted(load.failed.items(), key=lambda item: -len(item[1])):
+        count = load.calls[function]
+        if len(failed) < FAILING_CALLS or len(failed) < count * FAILING_SHARE:
+            continue
+        places = Counter(ends(call.request)[1] for call in failed)
+        yield Finding(
+            "failing calls",
+            Severity.WARNING,
+            f"{function or failed[0].request.type} failed in {len(failed)} of {counted(count, 'call')}",
+            f"It raised an exception at {most_common(places)}. The caller has its text.",
+            tuple(places),
+            failed[0].request.sent,
+            {"function": function, "failed": len(failed), "calls": count},
+            key_of(failed[0]),
+        )
+
+
+def slow_calls(load: Load) -> Iterator[Finding]:
+    slowest = sorted(load.slowest.items(), key=lambda item: -item[1][0])
+    for function, (nanoseconds, call) in slowest[:SHOWN]:
+        source, target = ends(call.request)
+        yield Finding(
+            "slow call",
+            Severity.NOTE,
+            f"Slow call: {function}, {show(nanoseconds)}",
+            f"{source} -> {target}: {', '.join(_parts(call))}.",
+            (source, target),
+            call.request.sent,
+            {"seconds": nanoseconds / 1e9},
+            key_of(call),
+        )
+
+
+def _parts(call: Call) -> Iterator[str]:
+    """Where the time of a call went."""
+    request, reply = call.request, call.reply or Message(0, 0)
+    for begin, end, what in (
+        (request.sent, request.received, "to arrive"),
+        (request.received, call.started, "in the queue"),
+        (call.started, None if call.running is None else (call.started or 0) + call.running, "running"),
+        (reply.sent, reply.received, "for the reply"),
+    ):
+        if begin is not None and end is not None:
+            yield f"{show(end - begin)} {what}"

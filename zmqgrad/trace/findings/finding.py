@@ -1,0 +1,55 @@
+"""A finding, and the words that several of them share."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from zmqgrad.trace.model import Call
+
+SHOWN = 5
+"""How many calls, waits and functions are named."""
+
+
+class Severity(str, enum.Enum):
+    """How much a finding matters; the most severe first."""
+
+    PROBLEM = "problem"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One finding.
+
+    ``evidence`` has its numbers, for scripts; ``time`` is where to look in the trace, and ``message`` the
+    requester and the message id of a request that shows it.
+    """
+
+    kind: str
+    severity: Severity
+    title: str
+    detail: str
+    workers: tuple[str, ...] = ()
+    time: int | None = None
+    evidence: dict[str, Any] = {}
+    message: tuple[int, int] | None = None
+
+
+def key_of(call: Call) -> tuple[int, int]:
+    """By which the request of ``call`` is found among messages."""
+    return call.request.requester, call.request.message_id
+
+
+def most_common(counts: Mapping[str, int]) -> str:
+    most = Counter(counts).most_common(SHOWN)
+    rest = len(counts) - len(most)
+    return ", ".join(f"{name} ({count})" for name, count in most) + (f", and {rest} more" if rest else "")
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,74 @@
+"""Reads a job once for all findings. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from zmqgrad.trace.events import (
+    Usage,
+)
+from zmqgrad.trace.findings.calls import failing_calls, slow_calls
+from zmqgrad.trace.findings.finding import Finding, Severity
+from zmqgrad.trace.findings.hangs import PROGRAM_CALLS, deadlocks, long_waits, longest_waits, unanswered_calls
+from zmqgrad.trace.findings.hot_workers import hot_workers
+from zmqgrad.trace.findings.load import Load, NestedWaits
+from zmqgrad.trace.findings.logs import Missed, cut_logs, gaps, lost_workers, still_running
+from zmqgrad.trace.findings.stragglers import stragglers
+from zmqgrad.trace.findings.unused_sends import Sends, unused_sends
+from zmqgrad.trace.job import Job
+from zmqgrad.trace.model import Call, Stamped
+from zmqgrad.trace.waits import (
+    find_waits,
+)
+
+
+class Survey:
+    """What the findings of a job are computed from, read in one go.
+
+    Args:
+        now: as in :func:`~zmqgrad.trace.waits.find_waits`.
+    """
+
+    def __init__(self, job: Job, now: int | None = None) -> None:
+        self._nested = NestedWaits()
+        self._job, self._load, self._sends, self._missed = job, Load(self._nested), Sends(job), Missed(job)
+        self.waits = find_waits(job, now, on_event=self._add_event, on_call=self._add)
+
+    def _add_event(self, stamped: Stamped) -> None:
+        self._sends.add(stamped)
+        self._missed.add(stamped)
+        self._nested.add(stamped)
+        if isinstance(stamped.event, Usage) and stamped.actor is not None:
+            self._load.limits[stamped.actor] = stamped.event.working_limit
+
+    def _add(self, call: Call) -> None:
+        if call.request.kind in PROGRAM_CALLS:
+            self._load.add(call)
+
+    def findings(self, *, notes: bool = False) -> list[Finding]:
+        """All findings, the most severe first.
+
+        Args:
+            notes: also what is no fault: the slowest calls, the longest waits, workers that still run.
+        """
+        job, waits, load = self._job, self.waits, self._load
+        found = [
+            *deadlocks(waits),
+            *long_waits(waits),
+            *unanswered_calls(waits, is_live=job.cut < math.inf),
+            *failing_calls(load),
+            *cut_logs(job, self._missed),
+            *lost_workers(job, self._missed),
+            *unused_sends(job, self._sends),
+            *stragglers(load),
+            *hot_workers(load, job),
+            *gaps(job),
+        ]
+        if notes:
+            found += [*still_running(job), *longest_waits(waits), *slow_calls(load)]
+        return sorted(found, key=lambda each: list(Severity).index(each.severity))
+
+
+def find(job: Job, *, notes: bool = False) -> list[Finding]:
+    """All findings of ``job``, the most severe first; ``notes`` as in :meth:`Survey.findings`."""
+    return Survey(job).findings(notes=notes)
