@@ -17,8 +17,9 @@ import pytest
 
 from zmqgrad.errors import TraceError
 from zmqgrad.trace import Job
+from zmqgrad.trace.cycles import find_cycles
 from zmqgrad.trace.findings import Finding, find
-from zmqgrad.trace.waits import find_cycles, find_waits
+from zmqgrad.trace.waits import find_waits
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -12,11 +12,12 @@ from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
 from tests.trace.test_waits import MS, finish, served, stack, waits_for, workers
 from zmqgrad.__main__ import main
 from zmqgrad.trace import Job
+from zmqgrad.trace.cycles import find_cycles
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.findings import find
 from zmqgrad.trace.labels import ends
 from zmqgrad.trace.stats import statistics
-from zmqgrad.trace.waits import find_cycles, find_waits
+from zmqgrad.trace.waits import find_waits
 
 
 def live(directory: Path) -> Job:

@@ -9,9 +9,11 @@ import pytest
 from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call
 from zmqgrad.__main__ import main
 from zmqgrad.trace import Job
+from zmqgrad.trace.cycles import find_cycles
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.findings import Severity, find
-from zmqgrad.trace.waits import Wait, Waits, find_cycles, find_waits, locate
+from zmqgrad.trace.places import locate
+from zmqgrad.trace.waits import Wait, Waits, find_waits
 from zmqgrad.wire.messages import MessageType
 
 MS = 1_000_000

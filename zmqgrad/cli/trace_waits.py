@@ -21,21 +21,14 @@ from zmqgrad.cli.trace_output import (
     read_job,
 )
 from zmqgrad.runtime.clock import MonotonicClock, monotonic_ns
+from zmqgrad.trace.cycles import blocked_by, find_cycles
 from zmqgrad.trace.findings import ABOUT_WAITS, Survey
 from zmqgrad.trace.job import STALLED_NANOSECONDS
-from zmqgrad.trace.labels import actor_label
+from zmqgrad.trace.labels import actor_label, show_time
 from zmqgrad.trace.live import ask_for_stacks, running
+from zmqgrad.trace.places import locate, target_label, thread_label
 from zmqgrad.trace.stacks import innermost
-from zmqgrad.trace.waits import (
-    Wait,
-    Waits,
-    blocked_by,
-    find_cycles,
-    locate,
-    show,
-    target_label,
-    thread_label,
-)
+from zmqgrad.trace.waits import Wait, Waits
 
 EXIT_CYCLE = 3
 MAX_SHOWN = 30
@@ -118,7 +111,7 @@ def _lines(waits: Waits, cycles: Sequence[Sequence[Wait]], is_running: bool) -> 
 
 
 def _headline(wait: Wait, waits: Waits) -> str:
-    duration = show(wait.duration(waits.now))
+    duration = show_time(wait.duration(waits.now))
     peer = target_label(wait)
     verb = "waits" if wait.until is None else "waited"
     if wait.context and wait.call is None:

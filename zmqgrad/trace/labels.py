@@ -51,6 +51,14 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def show_time(nanoseconds: float) -> str:
+    """A duration as text."""
+    for unit, factor in (("s", 1e9), ("ms", 1e6)):
+        if nanoseconds >= factor:
+            return f"{nanoseconds / factor:.1f} {unit}"
+    return f"{nanoseconds / 1e3:.0f} us"
+
+
 def id_label(message: Message) -> str:
     """The id of a message as all views show it: ``rank.number``; the number of a query of a store."""
     return str(message.message_id) if is_store(message) else show_id(message.message_id)

@@ -27,7 +27,8 @@ from zmqgrad.trace.events import (
 )
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Call, Message
-from zmqgrad.trace.waits import BACKWARD, ONE_WAY, place
+from zmqgrad.trace.places import place
+from zmqgrad.trace.waits import BACKWARD, ONE_WAY
 from zmqgrad.transport.tap import WORKER, Identity
 from zmqgrad.wire.messages import REQUEST, RESPONSE
 

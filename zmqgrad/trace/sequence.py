@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from zmqgrad.errors import TraceError
+from zmqgrad.trace.cycles import COLLECTIVES
 from zmqgrad.trace.events import GroupExecuted, PassFinished, PassStarted, RendezvousStep
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import actor_label, ends, id_label, is_store
 from zmqgrad.trace.model import Actor, Call, Message, Stamped
 from zmqgrad.trace.pairing import REPEATED
 from zmqgrad.trace.tail import recorded
-from zmqgrad.trace.waits import COLLECTIVES, ONE_WAY, may_be_answered
+from zmqgrad.trace.waits import ONE_WAY, may_be_answered
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import RESPONSE, MessageType
 

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, key_of, most_common
 from zmqgrad.trace.findings.load import Load
-from zmqgrad.trace.labels import ends
+from zmqgrad.trace.labels import ends, show_time
 from zmqgrad.trace.model import Call, Message
-from zmqgrad.trace.waits import (
-    show,
-)
 
 FAILING_CALLS, FAILING_SHARE = 3, 0.1
 """A function that fails so many times, and in such a share of its calls, is a finding."""
@@ -43,7 +40,7 @@ def slow_calls(load: Load) -> Iterator[Finding]:
         yield Finding(
             "slow call",
             Severity.NOTE,
-            f"Slow call: {function}, {show(nanoseconds)}",
+            f"Slow call: {function}, {show_time(nanoseconds)}",
             f"{source} -> {target}: {', '.join(_parts(call))}.",
             (source, target),
             call.request.sent,
@@ -62,4 +59,4 @@ def _parts(call: Call) -> Iterator[str]:
         (reply.sent, reply.received, "for the reply"),
     ):
         if begin is not None and end is not None:
-            yield f"{show(end - begin)} {what}"
+            yield f"{show_time(end - begin)} {what}"

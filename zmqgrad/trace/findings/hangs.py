@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from zmqgrad.trace.cycles import blocked_by, find_cycles
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, key_of, most_common
-from zmqgrad.trace.labels import actor_label, tidy
+from zmqgrad.trace.labels import actor_label, show_time, tidy
 from zmqgrad.trace.model import Actor
-from zmqgrad.trace.waits import (
-    MAX_STUCK,
-    Wait,
-    Waits,
-    blocked_by,
-    find_cycles,
-    locate,
-    show,
-    target_label,
-)
+from zmqgrad.trace.places import locate, target_label
+from zmqgrad.trace.waits import MAX_STUCK, Wait, Waits
 from zmqgrad.wire.messages import MessageType
 
 PROGRAM_CALLS = frozenset(
@@ -71,7 +64,7 @@ def _advice(cycle: Sequence[Wait], waits: Waits) -> str:
 
 def _sentence(wait: Wait, waits: Waits) -> str:
     return (
-        f"{actor_label(wait.waiter)} waits {show(wait.duration(waits.now))} for {wait.function} of "
+        f"{actor_label(wait.waiter)} waits {show_time(wait.duration(waits.now))} for {wait.function} of "
         f"{target_label(wait)}: {locate(wait, waits)}"
     )
 
@@ -83,7 +76,7 @@ def long_waits(waits: Waits) -> Iterator[Finding]:
         yield Finding(
             "failed wait" if wait.failed else "open wait",
             Severity.PROBLEM if wait.is_blocking else Severity.WARNING,
-            f"{actor_label(wait.waiter)} got no reply for {show(wait.duration(waits.now))}",
+            f"{actor_label(wait.waiter)} got no reply for {show_time(wait.duration(waits.now))}",
             _sentence(wait, waits),
             (actor_label(wait.waiter),),
             wait.since,
@@ -125,7 +118,7 @@ def longest_waits(waits: Waits) -> Iterator[Finding]:
         yield Finding(
             "long wait",
             Severity.NOTE,
-            f"{actor_label(wait.waiter)} waited {show(wait.duration(waits.now))}",
+            f"{actor_label(wait.waiter)} waited {show_time(wait.duration(waits.now))}",
             f"For {wait.function} of {target_label(wait)}.",
             (actor_label(wait.waiter),),
             wait.since,

@@ -10,9 +10,7 @@ from statistics import median
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, key_of
 from zmqgrad.trace.findings.load import Load
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.waits import (
-    show,
-)
+from zmqgrad.trace.labels import show_time
 
 HOT_SHARE = 2.0
 """A hot worker serves this many times an equal share of the requests, and ..."""
@@ -45,8 +43,8 @@ def hot_workers(load: Load, job: Job) -> Iterator[Finding]:
         )
         functions = Counter(by_function).most_common(SHOWN)
         told = (
-            f"Calls wait {show(median(queued))} for a thread, 1 of 10 {show(high)} or longer, "
-            f"{show(lost)} in all. {pool}Its time goes to "
+            f"Calls wait {show_time(median(queued))} for a thread, 1 of 10 {show_time(high)} or longer, "
+            f"{show_time(lost)} in all. {pool}Its time goes to "
             + ", ".join(f"{name} ({time / max(busy, 1):.0%})" for name, time in functions)
             + ". "
         )

@@ -14,10 +14,8 @@ from zmqgrad.trace.events import (
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted
 from zmqgrad.trace.findings.hangs import STUCK_NANOSECONDS
 from zmqgrad.trace.job import Job
+from zmqgrad.trace.labels import show_time
 from zmqgrad.trace.model import Stamped
-from zmqgrad.trace.waits import (
-    show,
-)
 
 CLOCK_NANOSECONDS = 1_000_000
 """Times between processes that may be wrong by more are a finding."""
@@ -95,7 +93,7 @@ def lost_workers(job: Job, missed: Missed) -> Iterator[Finding]:
                 Severity.WARNING,
                 f"{worker.name} records nothing any more",
                 f"The log of process {worker.process.info.pid} on {worker.process.info.host} ends "
-                f"{show(last - end)} before the last one, without a shutdown: killed, stopped, or idle.",
+                f"{show_time(last - end)} before the last one, without a shutdown: killed, stopped, or idle.",
                 (worker.name,),
                 end,
             )
@@ -145,7 +143,7 @@ def gaps(job: Job) -> Iterator[Finding]:
                 "clock",
                 Severity.NOTE,
                 f"The clock of {who} is uncertain",
-                f"Its times may be wrong by {show(bound)}."
+                f"Its times may be wrong by {show_time(bound)}."
                 if math.isfinite(bound)
                 else "No messages in both directions show its offset; the wall clocks decide.",
                 names,

@@ -8,10 +8,8 @@ from statistics import median
 
 from zmqgrad.trace.findings.finding import Finding, Severity, key_of
 from zmqgrad.trace.findings.load import Load
+from zmqgrad.trace.labels import show_time
 from zmqgrad.trace.model import Actor
-from zmqgrad.trace.waits import (
-    show,
-)
 
 MIN_CALLS = 5
 
@@ -45,8 +43,8 @@ def stragglers(load: Load) -> Iterator[Finding]:
             "straggler",
             Severity.WARNING,
             f"Straggler: {worker.name}",
-            f"{function} takes {show(own)} there (median of {count} calls), {show(usual)} on other workers: "
-            f"{_factor(own, usual)} times as long, {show(lost)} lost in all."
+            f"{function} takes {show_time(own)} there (median of {count} calls), {show_time(usual)} on other "
+            f"workers: {_factor(own, usual)} times as long, {show_time(lost)} lost in all."
             + _drift(load.running[function][worker]),
             (worker.name,),
             load.span[worker][0],
@@ -61,7 +59,9 @@ def _drift(times: Sequence[int]) -> str:
     before, after = median(times[:middle]), median(times[middle:])
     if max(before, after) < DRIFT_FACTOR * min(before, after):
         return ""
-    return f" It changes: {show(before)} in the first half of the calls, {show(after)} in the second."
+    return (
+        f" It changes: {show_time(before)} in the first half of the calls, {show_time(after)} in the second."
+    )
 
 
 def _factor(own: float, usual: float) -> str:

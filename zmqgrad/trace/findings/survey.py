@@ -17,9 +17,7 @@ from zmqgrad.trace.findings.stragglers import stragglers
 from zmqgrad.trace.findings.unused_sends import Sends, unused_sends
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.model import Call, Stamped
-from zmqgrad.trace.waits import (
-    find_waits,
-)
+from zmqgrad.trace.waits import find_waits
 
 
 class Survey:

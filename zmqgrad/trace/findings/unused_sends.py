@@ -12,11 +12,8 @@ from zmqgrad.trace.events import (
 )
 from zmqgrad.trace.findings.finding import Finding, Severity, counted, key_of, most_common
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.labels import size, tidy
+from zmqgrad.trace.labels import show_time, size, tidy
 from zmqgrad.trace.model import Actor, Call, Stamped
-from zmqgrad.trace.waits import (
-    show,
-)
 
 
 class Sends:
@@ -82,7 +79,7 @@ def unused_sends(job: Job, sends: Sends) -> Iterator[Finding]:
         f"Tensors that require grad were sent in {counted(len(contexts), 'context')} whose pass did not "
         f"reach them"
         + (f", {failed} of which failed" if failed else "")
-        + f": messages of {size(bytes_sent)}, {show(transfer)} in transfer. "
+        + f": messages of {size(bytes_sent)}, {show_time(transfer)} in transfer. "
         "Detach them, or do not send them: " + most_common(pairs),
         tuple(sorted({actor.name for actor, _ in unused})),
         evidence={"sends": len(unused), "contexts": len(contexts), "failed": failed},

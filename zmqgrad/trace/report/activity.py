@@ -23,9 +23,10 @@ from zmqgrad.trace.events import (
 )
 from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Process, Stamped
+from zmqgrad.trace.places import thread_label
 from zmqgrad.trace.report.columns import HAS_FAILED, NO_ROW, Actors, Messages
 from zmqgrad.trace.waits import Wait as FullWait
-from zmqgrad.trace.waits import WaitPairs, thread_label
+from zmqgrad.trace.waits import WaitPairs
 
 ENDED, FAILED, OPEN = 0, 1, 2
 """How a wait ended: with a reply, without, or not as far as the trace shows."""

@@ -15,6 +15,7 @@ from zmqgrad.trace.findings import Finding, Survey
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.model import Message
+from zmqgrad.trace.places import locate, thread_label
 from zmqgrad.trace.report.activity import Activity, Context, Pass
 from zmqgrad.trace.report.columns import (
     MAX_UINT32,
@@ -26,7 +27,6 @@ from zmqgrad.trace.report.columns import (
     little_endian,
 )
 from zmqgrad.trace.stats import is_lost
-from zmqgrad.trace.waits import locate, thread_label
 from zmqgrad.wire.ids import show_id, split_id
 from zmqgrad.wire.messages import MessageType
 
