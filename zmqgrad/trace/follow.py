@@ -13,8 +13,8 @@ from pathlib import Path
 
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import wall_ns
+from zmqgrad.trace.declarations import declare, shift, survey
 from zmqgrad.trace.events import AnyEvent, MessageReceived, MessageSent
-from zmqgrad.trace.job import declare, shift, survey
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Declared, Entry, Process
 from zmqgrad.trace.writer import own_clock
