@@ -25,7 +25,8 @@ from zmqgrad.cli.trace_output import (
 from zmqgrad.runtime.clock import wall_ns
 from zmqgrad.trace.events import Path, PeerDeclared
 from zmqgrad.trace.follow import Follower
-from zmqgrad.trace.labels import ends, id_label, is_store, size
+from zmqgrad.trace.kinds import is_store
+from zmqgrad.trace.labels import ends, id_label, size
 from zmqgrad.trace.model import Message
 from zmqgrad.trace.tail import Filter, Line, LiveMessages, recorded
 from zmqgrad.wire.ids import parse_id, show_id
@@ -106,7 +107,7 @@ class _Counted:
     def leave_out(self, message: Message) -> None:
         """Counts a message that is not printed."""
         self._types[message.type] += 1
-        if message.name and not is_store(message):
+        if message.name and not is_store(message.kind):
             self._names[message.name] += 1
 
     def note(self) -> None:
@@ -136,7 +137,7 @@ def _follow(follower: Follower, wanted: Filter, show: _Counted, from_start: bool
 def _print(lines: Iterable[Line], wanted: Filter, show: _Counted, wall: Callable[[int], int]) -> None:
     for line in lines:
         if wanted.matches(line.message):
-            show(line, wall(line.time))
+            show(line, wall(line.message.time))
         else:
             show.leave_out(line.message)
 

@@ -28,8 +28,9 @@ from zmqgrad.cli.trace_output import (
 )
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns
-from zmqgrad.trace.follow import Follower, is_recording
+from zmqgrad.trace.follow import Follower
 from zmqgrad.trace.labels import size
+from zmqgrad.trace.live import is_recording
 from zmqgrad.trace.load import Load, Rate, Snapshot, WorkerLoad
 
 if TYPE_CHECKING:

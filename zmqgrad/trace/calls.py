@@ -12,8 +12,9 @@ from zmqgrad.trace.events import (
     RequestFinished,
     RequestStarted,
 )
+from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.model import Call, Entry, Message
-from zmqgrad.trace.pairing import REPEATED, Key, Open, Pairing, note_peer
+from zmqgrad.trace.pairing import Key, Open, Pairing, note_peer
 from zmqgrad.wire.messages import REQUEST, RESPONSE
 
 

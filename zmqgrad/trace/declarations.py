@@ -41,9 +41,7 @@ def survey(path: FilePath, on_read: Callable[[int], object] = int) -> Process:
         TraceError: if its header cannot be read.
     """
     with LogReader(path, on_read) as reader:
-        process = Process(
-            path, reader.info, {}, {}, {0: ""}, reader.info.monotonic, reader.info.monotonic, jumps=[]
-        )
+        process = Process(path, reader.info, first=reader.info.monotonic, last=reader.info.monotonic)
         wall = process.wall_offset
         try:
             for batch in reader.batches():

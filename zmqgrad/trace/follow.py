@@ -6,23 +6,18 @@ messages that would align them are still to come. Processes of one host share a 
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zmqgrad.errors import TraceError
-from zmqgrad.runtime.clock import wall_ns
-from zmqgrad.trace.declarations import declare, shift, survey
+from zmqgrad.trace.declarations import declare, shift
 from zmqgrad.trace.events import AnyEvent, MessageReceived, MessageSent
+from zmqgrad.trace.live import is_recording
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Declared, Entry, Process
-from zmqgrad.trace.writer import own_clock
 
 RECORDS_AT_ONCE = 16
 """Records of each log that one :meth:`Follower.poll` reads, so that its memory is bounded."""
-
-REMOTE_SILENCE_NANOSECONDS = 60_000_000_000
 
 
 class Follower:
@@ -115,7 +110,7 @@ class _Log:
     def __init__(self, path: Path) -> None:
         reader = LogReader(path)
         info = reader.info
-        self.process = Process(path, info, {}, {}, {0: ""}, info.monotonic, info.monotonic, jumps=[])
+        self.process = Process(path, info, first=info.monotonic, last=info.monotonic)
         self.convert: Callable[[int], int] = lambda time: time
         self._declared = Declared(self.process)
         self._wall = self.process.wall_offset
@@ -144,38 +139,3 @@ class _Log:
 
     def close(self) -> None:
         self._reader.close()
-
-
-def is_recording(process: Process) -> bool:
-    """Whether ``process`` still writes its log. Of another host: whether it did in the last minute."""
-    if _has_stopped(process):
-        return False
-    if process.info.host != socket.gethostname() or process.clock != own_clock():
-        is_recent = wall_ns() - process.path.stat().st_mtime_ns < REMOTE_SILENCE_NANOSECONDS
-        return is_recent and (bool(process.actors) or not _has_stopped(survey(process.path)))
-    return _has_open(process.info.pid, process.path)
-
-
-def _has_stopped(process: Process) -> bool:
-    """Whether its log, as far as it was read, ends with all of its actors closed."""
-    return bool(process.actors) and all(actor.stopped is not None for actor in process.actors.values())
-
-
-def _has_open(pid: int, path: Path) -> bool:
-    """Whether process ``pid`` of this host has the file open: its number may be reused."""
-    if not os.path.isdir("/proc/self/fd"):
-        return True  # no such system
-    folder, wanted = Path(f"/proc/{pid}/fd"), str(path.resolve())
-    try:
-        return any(_target(link) == wanted for link in folder.iterdir())
-    except PermissionError:
-        return True  # of another user: it exists
-    except OSError:
-        return False
-
-
-def _target(link: Path) -> str:
-    try:
-        return os.readlink(link)
-    except OSError:  # closed meanwhile
-        return ""

@@ -24,9 +24,10 @@ from zmqgrad.trace.events import (
     Role,
     StackDumped,
 )
+from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Actor, Call, Declared, Entry, Message, Process, Stamped
-from zmqgrad.trace.pairing import REPEATED, Pairing
+from zmqgrad.trace.pairing import Pairing
 from zmqgrad.wire.messages import REQUEST, RESPONSE
 
 logger = logging.getLogger(__name__)

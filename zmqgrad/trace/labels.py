@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from zmqgrad.trace.events import Role
+from zmqgrad.trace.kinds import is_store
 from zmqgrad.trace.model import Actor, Message, Process
 from zmqgrad.wire.ids import show_id
 
@@ -61,12 +62,7 @@ def show_time(nanoseconds: float) -> str:
 
 def id_label(message: Message) -> str:
     """The id of a message as all views show it: ``rank.number``; the number of a query of a store."""
-    return str(message.message_id) if is_store(message) else show_id(message.message_id)
-
-
-def is_store(message: Message) -> bool:
-    """Whether this is a query of a store, its reply, or a notification: then ``name`` is a key."""
-    return 0x40 <= message.kind & 0xFF < 0x70
+    return str(message.message_id) if is_store(message.kind) else show_id(message.message_id)
 
 
 def tidy(function: str) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import Clock, wall_ns
+from zmqgrad.trace.declarations import survey
 from zmqgrad.trace.events import StackDumped
-from zmqgrad.trace.follow import REMOTE_SILENCE_NANOSECONDS, is_recording
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.log import LogReader
 from zmqgrad.trace.model import Process
@@ -22,40 +22,54 @@ from zmqgrad.trace.writer import own_clock
 POLL_SECONDS = 0.05
 """How often logs are read for the reply. No event tells of a file that grows, on all systems and mounts."""
 
+REMOTE_SILENCE_NANOSECONDS = 60_000_000_000
+"""A process of another host that has written nothing for this long is taken for ended."""
+
 REPEAT_SECONDS = 0.5
 """When a request is repeated: a process whose recorder is just starting does not notice the first one."""
 
 
+def is_recording(process: Process) -> bool:
+    """Whether ``process`` still writes its log. Of another host: whether it did in the last minute."""
+    if process.has_end:
+        return False
+    if not _is_here(process):
+        is_recent = wall_ns() - process.path.stat().st_mtime_ns < REMOTE_SILENCE_NANOSECONDS
+        return is_recent and (bool(process.actors) or not survey(process.path).has_end)
+    return _has_open(process.info.pid, process.path)
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether process ``pid`` of this host has the file open: its number may be reused."""
+    folder, wanted = Path(f"/proc/{pid}/fd"), str(path.resolve())
+    try:
+        return any(_target(link) == wanted for link in folder.iterdir())
+    except PermissionError:
+        return True  # of another user: it exists
+    except OSError:
+        return False
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # closed meanwhile
+        return ""
+
+
 def is_live(process: Process) -> bool:
     """Whether ``process`` still records; of another host: whether it did in the last minute."""
-    is_here = (process.info.host, process.clock) == (socket.gethostname(), own_clock())
     silence = wall_ns() - process.last - process.wall_offset
-    return is_recording(process) and (is_here or silence < REMOTE_SILENCE_NANOSECONDS)
+    return is_recording(process) and (_is_here(process) or silence < REMOTE_SILENCE_NANOSECONDS)
 
 
 def running(job: Job) -> list[Process]:
     """The processes of this host that run and record."""
-    here, clock = socket.gethostname(), own_clock()
-    return [
-        p
-        for p in job.processes
-        if (p.info.host, p.info.clock) == (here, clock)
-        and any(actor.stopped is None for actor in p.actors.values())
-        and _exists(p.info.pid)
-    ]
+    return [process for process in job.processes if _is_here(process) and is_recording(process)]
 
 
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it is another user's
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()  # a zombie
-    except OSError:
-        return True  # no /proc
+def _is_here(process: Process) -> bool:
+    return (process.info.host, process.clock) == (socket.gethostname(), own_clock())
 
 
 def ask_for_stacks(

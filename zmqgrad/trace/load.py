@@ -25,27 +25,15 @@ from zmqgrad.trace.events import (
     WaitBegun,
     WaitEnded,
 )
+from zmqgrad.trace.kinds import SERVED, type_name
 from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.model import Actor, Call, Entry, Process
 from zmqgrad.trace.sketch import Sketch
-from zmqgrad.wire.messages import MessageType
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 SLOTS = 10
 SLOT_NANOSECONDS = 1_000_000_000
-
-SERVED = frozenset(
-    (
-        MessageType.CALL,
-        MessageType.REMOTE_CALL,
-        MessageType.RREF_FETCH,
-        MessageType.FORWARD_AUTOGRAD_REQ,
-        MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ,
-        MessageType.DISCOVER_AUTOGRAD_REQ,
-    )
-)
-"""Requests that wait for a thread of the pool. The receiver handles others itself, or adds them to a pass."""
 
 Request = tuple[int, int]
 """A request at its server: the rank of the requester, and the message id."""
@@ -173,7 +161,7 @@ class Load:
         traffic.bytes += event.size
         traffic.shared += event.size if event.path == Path.SHARED_MEMORY else 0
         for cell in (
-            _cell(slot.types, _type_name(event.kind)),
+            _cell(slot.types, type_name(event.kind)),
             _cell(slot.pairs, _pair(actor, event.peer)),
         ):
             cell.messages += 1
@@ -275,13 +263,6 @@ class Load:
             usage.leased_limit,
             self._dropped.get(id(actor.process), 0),
         )
-
-
-def _type_name(kind: int) -> str:
-    return _TYPE_NAMES.get(kind) or str(kind)
-
-
-_TYPE_NAMES = {int(kind): kind.name for kind in MessageType}
 
 
 def _pair(actor: Actor, rank: int) -> _Pair:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from zmqgrad.trace.events import AnyEvent, Path, ProcessInfo, Role, ThreadDeclared
+from zmqgrad.trace.kinds import type_name
 from zmqgrad.wire.messages import MessageType
 
 
@@ -64,6 +65,11 @@ class Process(msgspec.Struct, eq=False):
         """What its wall clock was ahead of its monotonic clock when the log began."""
         return self.info.wall - self.info.monotonic
 
+    def thread_name(self, number: int) -> str:
+        """The name of a thread."""
+        declared = self.threads.get(number)
+        return declared.name if declared is not None else f"thread {number}"
+
     def jobs(self) -> set[str]:
         """The jobs it belongs to: that of its launcher, or those of its workers."""
         return {self.info.job} if self.info.job else {a.job for a in self.actors.values() if a.job}
@@ -105,7 +111,17 @@ class Message(msgspec.Struct, eq=False):
     @property
     def type(self) -> str:
         """The name of the message type."""
-        return MessageType(self.kind).name if self.kind in MessageType._value2member_map_ else str(self.kind)
+        return type_name(self.kind)
+
+    @property
+    def time(self) -> int:
+        """When it was sent; when it was received if the send was not recorded."""
+        return self.sent if self.sent is not None else self.received or 0
+
+    @property
+    def transfer(self) -> int | None:
+        """The nanoseconds from its send to its receive; None if one was not recorded."""
+        return None if self.sent is None or self.received is None else self.received - self.sent
 
 
 class Call(msgspec.Struct, eq=False):

@@ -9,14 +9,12 @@ from typing import Generic, TypeVar
 import msgspec
 
 from zmqgrad.trace.events import MessageReceived, MessageSent, PeerDeclared, Role
+from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.model import Actor, Declared, Entry, Message
-from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
+from zmqgrad.wire.messages import REQUEST, RESPONSE
 
 MAX_OPEN = 1 << 18
 """Incomplete messages or calls kept while reading; beyond, the oldest are yielded as they are."""
-
-REPEATED = frozenset((MessageType.BACKWARD_AUTOGRAD_RESP,))
-"""Replies whose message id is that of the pass: several have the same."""
 
 Key = tuple[int, ...]
 _T = TypeVar("_T")
@@ -160,7 +158,7 @@ class Pairing:
         found = []
         for ends in (self._sent.items, self._received.items):
             # They are nearly in order, so the first that is recent ends the search.
-            keys = itertools.takewhile(lambda key: _first_time(ends[key]) < before, ends)  # noqa: B023
+            keys = itertools.takewhile(lambda key: ends[key].time < before, ends)  # noqa: B023
             found += [ends.pop(key) for key in list(keys)]
         return found
 
@@ -179,10 +177,6 @@ def _end_of(
     if outgoing:
         return Message(event.kind, event.message_id, actor, None, time, None, event.thread, 0, *common)
     return Message(event.kind, event.message_id, None, actor, None, time, 0, event.thread, *common)
-
-
-def _first_time(message: Message) -> int:
-    return message.sent if message.sent is not None else message.received or 0
 
 
 def note_peer(entry: Entry) -> None:

@@ -14,8 +14,7 @@ def target_label(wait: Wait) -> str:
 
 def thread_label(wait: Wait) -> str:
     """The name of the thread that waits."""
-    declared = wait.waiter.process.threads.get(wait.thread)
-    return declared.name if declared is not None else f"thread {wait.thread}"
+    return wait.waiter.process.thread_name(wait.thread)
 
 
 def locate(wait: Wait, waits: Waits) -> str:
@@ -24,8 +23,7 @@ def locate(wait: Wait, waits: Waits) -> str:
     if call is None:
         return "no request of it is under way" if wait.context else "its request was not recorded"
     name = target_label(wait)
-    declared = target.process.threads.get(call.thread) if target is not None else None
-    thread = declared.name if declared is not None else f"thread {call.thread}"
+    thread = target.process.thread_name(call.thread) if target is not None else f"thread {call.thread}"
     text = place(call, now, name, thread, waits.queue_of(call))
     if call.reply is None:
         text += _why_not(target) if call.request.received is None else _end_of(target)

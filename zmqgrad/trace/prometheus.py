@@ -18,9 +18,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from zmqgrad.errors import TraceError
 from zmqgrad.trace.events import Role
+from zmqgrad.trace.kinds import BACKWARD, ONE_WAY, SERVED, type_name
 from zmqgrad.transport import tap as tapping
-from zmqgrad.transport.tap import Identity, Tracer
-from zmqgrad.wire.messages import REQUEST, RESPONSE, Message, MessageType
+from zmqgrad.transport.tap import Identity, Tapped, Tracer
+from zmqgrad.wire.messages import REQUEST, RESPONSE
 
 LATENCY_SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0, 5.0, 30.0)
 """Bounds of the latency histogram."""
@@ -28,19 +29,7 @@ LATENCY_SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e
 MAX_OPEN = 1 << 16
 """Open requests whose time is kept; the oldest are forgotten (their peer was lost, they timed out)."""
 
-_NO_REPLY = frozenset((MessageType.BACKWARD_AUTOGRAD_REQ, MessageType.DROP_AUTOGRAD_REQ, MessageType.CANCEL))
-_QUEUED = frozenset(
-    (
-        MessageType.CALL,
-        MessageType.REMOTE_CALL,
-        MessageType.RREF_FETCH,
-        MessageType.FORWARD_AUTOGRAD_REQ,
-        MessageType.BACKWARD_AUTOGRAD_REQ,
-        MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ,
-        MessageType.DISCOVER_AUTOGRAD_REQ,
-        MessageType.DROP_AUTOGRAD_REQ,
-    )
-)
+_QUEUED = SERVED | BACKWARD
 """Requests that engine threads serve."""
 
 
@@ -99,6 +88,7 @@ class _CountingTracer:
         self._inner_tap = inner.tap if inner is not None else _ignore
         self.records_arguments = inner is not None and inner.records_arguments
         self.records_heartbeats = inner is not None and inner.records_heartbeats
+        self.tap = tapping.observer(self._count)
         self._metrics = metrics
         is_worker = identity.role == tapping.WORKER
         self._name = identity.name if is_worker else Role(identity.role).name.lower()
@@ -116,34 +106,25 @@ class _CountingTracer:
     def __getattr__(self, name: str) -> Any:
         return _ignore if self._inner is None else getattr(self._inner, name)
 
-    def tap(
-        self,
-        outgoing: bool,
-        peer: int,
-        envelope: tuple[int, ...],
-        message: Message,
-        size: int,
-        time: int,
-        path: int = tapping.INLINE,
-        /,
-    ) -> None:
+    def _count(self, tapped: Tapped) -> None:
         """Counts a message."""
-        kind = envelope[0]
-        counters = self._by_kind.get((kind, outgoing)) or self._make(kind, outgoing)
-        counters[0].inc()
-        counters[1].inc(size)
-        self._measure(outgoing, (peer, envelope[3]), message, time)
-        self._inner_tap(outgoing, peer, envelope, message, size, time, path)
+        kind, outgoing = tapped.envelope.type, tapped.outgoing
+        messages, size = self._by_kind.get((kind, outgoing)) or self._make(kind, outgoing)
+        messages.inc()
+        size.inc(tapped.size)
+        self._measure(tapped, (tapped.peer, tapped.envelope.message_id))
+        self._inner_tap(*tapped)
 
     def _make(self, kind: int, outgoing: bool) -> tuple[Any, Any]:
-        labels = self._name, _type_name(kind), "sent" if outgoing else "received"
+        labels = self._name, type_name(kind), "sent" if outgoing else "received"
         made = self._metrics.messages.labels(*labels), self._metrics.bytes.labels(*labels)
         self._by_kind[kind, outgoing] = made
         return made
 
-    def _measure(self, outgoing: bool, key: tuple[int, int], message: Message, time: int) -> None:
+    def _measure(self, tapped: Tapped, key: tuple[int, int]) -> None:
+        outgoing, message, time = tapped.outgoing, tapped.message, tapped.time
         kind = message.TYPE
-        if outgoing and kind & REQUEST and kind not in _NO_REPLY:
+        if outgoing and kind & REQUEST and kind not in ONE_WAY:
             self._sent[key] = (kind, time)
             if len(self._sent) > MAX_OPEN:
                 self._sent.pop(next(iter(self._sent), key), None)
@@ -157,7 +138,7 @@ class _CountingTracer:
     def _latency(self, kind: int) -> Any:
         known = self._latencies.get(kind)
         if known is None:
-            known = self._latencies[kind] = self._metrics.latency.labels(self._name, _type_name(kind))
+            known = self._latencies[kind] = self._metrics.latency.labels(self._name, type_name(kind))
         return known
 
     def request_started(self, peer: int, message_id: int) -> None:
@@ -193,10 +174,6 @@ class _CountingTracer:
 
 def _ignore(*_args: object) -> None:
     pass
-
-
-def _type_name(kind: int) -> str:
-    return MessageType(kind).name if kind in MessageType._value2member_map_ else f"{kind:#x}"
 
 
 def count(registry: CollectorRegistry | None = None) -> CollectorRegistry:

@@ -25,10 +25,10 @@ from zmqgrad.trace.events import (
     RequestStarted,
     ThreadDeclared,
 )
+from zmqgrad.trace.kinds import BACKWARD, ONE_WAY
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Call, Message
 from zmqgrad.trace.places import place
-from zmqgrad.trace.waits import BACKWARD, ONE_WAY
 from zmqgrad.transport.tap import WORKER, Identity
 from zmqgrad.wire.messages import REQUEST, RESPONSE
 

@@ -14,11 +14,11 @@ from zmqgrad.errors import TraceError
 from zmqgrad.trace.cycles import COLLECTIVES
 from zmqgrad.trace.events import GroupExecuted, PassFinished, PassStarted, RendezvousStep
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.labels import actor_label, ends, id_label, is_store
+from zmqgrad.trace.kinds import ONE_WAY, REPEATED, is_store
+from zmqgrad.trace.labels import actor_label, ends, id_label
 from zmqgrad.trace.model import Actor, Call, Message, Stamped
-from zmqgrad.trace.pairing import REPEATED
 from zmqgrad.trace.tail import recorded
-from zmqgrad.trace.waits import ONE_WAY, may_be_answered
+from zmqgrad.trace.waits import may_be_answered
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import RESPONSE, MessageType
 
@@ -63,9 +63,8 @@ def call_diagram(job: Job, message_id: int | None = None, worker: str | None = N
         TraceError: if there is no such call, or there are several.
     """
     root = _find(job, message_id, worker)
-    begin = root.request.sent if root.request.sent is not None else root.request.received or 0
     end = root.reply.received if root.reply is not None else None
-    during = [c for c in job.calls() if _overlaps(c, begin, end)]
+    during = [c for c in job.calls() if _overlaps(c, root.request.time, end)]
     chosen = _descendants(root, during)
     title = f"call #{id_label(root.request)} {root.function or root.request.type}"
     return _diagram(title, (step for call in chosen for step in _call_steps(call)))
@@ -104,7 +103,7 @@ def round_diagram(job: Job, number: int) -> Diagram:
         raise TraceError(f"the trace has no round {number} of a rendezvous")
     first, last = steps[0].time, steps[-1].time
     for message in job.messages():
-        if message.kind in _STATE_CHANGES and first <= _time(message) <= last:
+        if message.kind in _STATE_CHANGES and first <= message.time <= last:
             node = message.source if message.kind == MessageType.STORE_COMPARE_SET else message.target
             if node is not None and node.process.path in processes:
                 steps.append(_message_step(message))
@@ -119,7 +118,7 @@ def _find(job: Job, message_id: int | None, worker: str | None) -> Call:
     stuck: list[Call] = []
     end = job.span()[1] - STUCK_NANOSECONDS
     for call in job.calls():
-        if is_store(call.request) or (worker is not None and ends(call.request)[0] != worker):
+        if is_store(call.request.kind) or (worker is not None and ends(call.request)[0] != worker):
             continue
         if message_id is not None:
             if call.request.message_id == message_id:
@@ -193,18 +192,11 @@ def _call_steps(call: Call) -> Iterable[Step]:
 # ---- steps -------------------------------------------------------------------------------------------------
 
 
-def _time(message: Message) -> int:
-    return message.sent if message.sent is not None else message.received or 0
-
-
 def _message_step(message: Message) -> Step:
-    took = None
-    if message.sent is not None and message.received is not None:
-        took = message.received - message.sent
     reply = bool(message.kind & RESPONSE)
-    text = f"{message.type} {message.name if not reply or is_store(message) else ''}".rstrip()
+    text = f"{message.type} {message.name if not reply or is_store(message.kind) else ''}".rstrip()
     failed = message.kind == MessageType.EXCEPTION
-    return Step(_time(message), *ends(message), f"{text} #{id_label(message)}", took, reply, failed)
+    return Step(message.time, *ends(message), f"{text} #{id_label(message)}", message.transfer, reply, failed)
 
 
 def _pass_steps(stamped: Stamped, actor: Actor) -> Iterable[Step]:

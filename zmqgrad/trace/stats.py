@@ -11,20 +11,11 @@ from collections.abc import Mapping
 import msgspec
 
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.labels import ends, is_store, process_label
+from zmqgrad.trace.kinds import ONE_WAY, is_store
+from zmqgrad.trace.labels import ends, process_label
 from zmqgrad.trace.model import Call, Message, Process
 from zmqgrad.trace.sketch import Sketch
 from zmqgrad.trace.waits import IN_FLIGHT_NANOSECONDS
-from zmqgrad.wire.messages import MessageType
-
-ONE_WAY = frozenset(
-    (
-        MessageType.CANCEL,
-        MessageType.BACKWARD_AUTOGRAD_REQ,
-        MessageType.DROP_AUTOGRAD_REQ,
-    )
-)
-"""Requests that have no reply of their own."""
 
 
 class Latency(msgspec.Struct):
@@ -111,12 +102,8 @@ class _Group:
 
 def parts(call: Call) -> tuple[int | None, int | None, int | None, int | None]:
     """How long a call took as a whole, and of that: in transfer, in the queue, running (ns)."""
-    request, reply = call.request, call.reply
-    transfer = None
-    if request.sent is not None and request.received is not None and call.duration is not None:
-        assert reply is not None
-        if reply.sent is not None and reply.received is not None:
-            transfer = request.received - request.sent + reply.received - reply.sent
+    there, back = call.request.transfer, call.reply.transfer if call.reply is not None else None
+    transfer = None if there is None or back is None else there + back
     return call.duration, transfer, call.queued, call.running
 
 
@@ -150,7 +137,7 @@ def statistics(job: Job) -> Statistics:
     for call in job.calls():
         _group(types, call.request.type).add_call(call)
         _group(pairs, " > ".join(ends(call.request))).add_call(call)
-        if call.function and not is_store(call.request):
+        if call.function and not is_store(call.request.kind):
             group = _group(functions, call.function)
             group.add_call(call)
             for each in (call.request, call.reply):

@@ -8,9 +8,10 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from zmqgrad.trace.events import MessageReceived, MessageSent, PeerDeclared
+from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.labels import ends
 from zmqgrad.trace.model import Entry, Message
-from zmqgrad.trace.pairing import REPEATED, Open, Pairing, note_peer
+from zmqgrad.trace.pairing import Open, Pairing, note_peer
 from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
 
 OVERDUE_NANOSECONDS = 1_000_000_000
@@ -22,12 +23,6 @@ class Line(msgspec.Struct):
 
     message: Message
     latency: int | None = None
-
-    @property
-    def time(self) -> int:
-        """When it was sent; when it was received if the send was not recorded."""
-        sent, received = self.message.sent, self.message.received
-        return sent if sent is not None else received or 0
 
 
 class Filter(msgspec.Struct, frozen=True):
@@ -132,7 +127,9 @@ class LiveMessages:
         return self._lines(self._pairing.rest())
 
     def _lines(self, messages: Iterable[Message]) -> list[Line]:
-        return sorted(map(self._replies.line, sorted(messages, key=_order)), key=lambda line: line.time)
+        return sorted(
+            map(self._replies.line, sorted(messages, key=_order)), key=lambda line: line.message.time
+        )
 
 
 def recorded(messages: Iterable[Message]) -> Iterator[Line]:

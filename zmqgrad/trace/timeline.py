@@ -29,6 +29,7 @@ from zmqgrad.trace.events import (
     WaitEnded,
 )
 from zmqgrad.trace.job import Job
+from zmqgrad.trace.kinds import SERVED, is_store
 from zmqgrad.trace.model import Actor, Call, Message, Process, Stamped
 
 MESSAGE_NANOSECONDS = 500
@@ -46,7 +47,7 @@ class Timeline:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.start = min(job.time(p, min(_beginnings(p))) for p in job.processes)
+        self.start, _ = job.span()
         """The time of the job at which the timeline begins."""
         self.pids = _numbers(job)
         """Numbers of the processes in the timeline."""
@@ -300,12 +301,7 @@ _OF_THREADS = (WaitBegun, WaitEnded, PassStarted, PassFinished, GroupExecuted, R
 
 def expects_reply(call: Call) -> bool:
     """Whether its requester gets a reply; gradients, for example, are requests that get none."""
-    return call.reply is not None or call.request.type in _WITH_REPLY or call.request.type.startswith("STORE")
-
-
-_WITH_REPLY = frozenset(
-    ("CALL", "REMOTE_CALL", "RREF_FETCH", "FORWARD_AUTOGRAD_REQ", "DISCOVER_AUTOGRAD_REQ")
-)
+    return call.reply is not None or call.request.kind in SERVED or is_store(call.request.kind)
 
 
 def flow_id(message: Message) -> int:
@@ -333,11 +329,6 @@ def _numbers(job: Job) -> dict[int, int]:
             pid += MAX_PID
         numbers[id(process)] = pid
     return numbers
-
-
-def _beginnings(process: Process) -> list[int]:
-    """When its actors began; its log may have been created later."""
-    return [process.first, *(actor.started for actor in process.actors.values())]
 
 
 def _name(actor: Actor | None, rank: int) -> str:

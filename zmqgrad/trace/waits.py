@@ -14,9 +14,8 @@ import msgspec
 
 from zmqgrad.trace.events import Event, PassStarted, Role, StackDumped, WaitBegun, WaitEnded
 from zmqgrad.trace.job import Job
+from zmqgrad.trace.kinds import BACKWARD, ONE_WAY, REPEATED
 from zmqgrad.trace.model import Actor, Call, Process, Stamped
-from zmqgrad.trace.pairing import REPEATED
-from zmqgrad.wire.messages import MessageType
 
 LONGEST = 10
 """How many of the waits that ended well are kept."""
@@ -24,13 +23,8 @@ LONGEST = 10
 MAX_STUCK = 10_000
 """How many waits that failed, and calls without a reply, are kept: the latest."""
 
-BACKWARD = frozenset((MessageType.BACKWARD_AUTOGRAD_REQ, MessageType.DROP_AUTOGRAD_REQ))
-"""Requests of a backward pass. Reports to its coordinator take the place of replies."""
-
 IN_FLIGHT_NANOSECONDS = 1_000_000_000
 """A reply that was sent this long before a log without an end stops may have arrived after it."""
-
-ONE_WAY = BACKWARD | {MessageType.CANCEL}
 
 _Key = tuple[Actor, int, int]
 """The actor, the thread and the message id of a wait."""

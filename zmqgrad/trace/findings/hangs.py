@@ -7,21 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from zmqgrad.trace.cycles import blocked_by, find_cycles
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, key_of, most_common
+from zmqgrad.trace.kinds import PROGRAM_CALLS
 from zmqgrad.trace.labels import actor_label, show_time, tidy
 from zmqgrad.trace.model import Actor
 from zmqgrad.trace.places import locate, target_label
 from zmqgrad.trace.waits import MAX_STUCK, Wait, Waits
-from zmqgrad.wire.messages import MessageType
-
-PROGRAM_CALLS = frozenset(
-    (
-        MessageType.CALL,
-        MessageType.REMOTE_CALL,
-        MessageType.RREF_FETCH,
-        MessageType.FORWARD_AUTOGRAD_REQ,
-    )
-)
-"""Requests of the program, which it may wait for."""
 
 STUCK_NANOSECONDS = 5_000_000_000
 """A wait that has lasted for so long and not ended is a finding."""

@@ -9,13 +9,14 @@ from zmqgrad.trace.events import (
 )
 from zmqgrad.trace.findings.calls import failing_calls, slow_calls
 from zmqgrad.trace.findings.finding import Finding, Severity
-from zmqgrad.trace.findings.hangs import PROGRAM_CALLS, deadlocks, long_waits, longest_waits, unanswered_calls
+from zmqgrad.trace.findings.hangs import deadlocks, long_waits, longest_waits, unanswered_calls
 from zmqgrad.trace.findings.hot_workers import hot_workers
 from zmqgrad.trace.findings.load import Load, NestedWaits
 from zmqgrad.trace.findings.logs import Missed, cut_logs, gaps, lost_workers, still_running
 from zmqgrad.trace.findings.stragglers import stragglers
 from zmqgrad.trace.findings.unused_sends import Sends, unused_sends
 from zmqgrad.trace.job import Job
+from zmqgrad.trace.kinds import PROGRAM_CALLS
 from zmqgrad.trace.model import Call, Stamped
 from zmqgrad.trace.waits import find_waits
 

@@ -70,7 +70,7 @@ def unused_sends(job: Job, sends: Sends) -> Iterator[Finding]:
         and (message := call.reply if send.is_reply else call.request) is not None
     ]
     bytes_sent = sum(message.size for message in sent)
-    transfer = sum(m.received - m.sent for m in sent if m.received is not None and m.sent is not None)
+    transfer = sum(m.transfer or 0 for m in sent)
     failed = sum(ended[context][1].failed for context in contexts)
     yield Finding(
         "unused sends",

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zmqgrad.trace.events import Role
+from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Message
-from zmqgrad.trace.pairing import REPEATED
 from zmqgrad.wire.messages import REQUEST, RESPONSE
 
 HAS_SENT, HAS_RECEIVED, IS_REQUEST, IS_REPLY, HAS_FAILED = 1, 2, 4, 8, 16
@@ -105,11 +105,10 @@ class Messages:
 
     def _add(self, actors: Actors, m: Message) -> None:
         has = (HAS_SENT if m.sent is not None else 0) | (HAS_RECEIVED if m.received is not None else 0)
-        time = m.sent if m.sent is not None else m.received or 0
         unique = m.message_id and m.kind not in REPEATED
         role = (IS_REQUEST if m.kind & REQUEST else IS_REPLY if m.kind & RESPONSE else 0) if unique else 0
-        self.time.append(time)
-        self.end.append(m.received if m.received is not None else time)
+        self.time.append(m.time)
+        self.end.append(m.received if m.received is not None else m.time)
         self.flags.append(has | role | m.path << PATH_SHIFT)
         self.kind.append(m.kind)
         self.source.append(actors.other(m.source, m, m.target))

@@ -13,6 +13,7 @@ from zmqgrad.errors import TraceError
 from zmqgrad.trace.events import Role
 from zmqgrad.trace.findings import Finding, Survey
 from zmqgrad.trace.job import Job
+from zmqgrad.trace.kinds import type_name
 from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.model import Message
 from zmqgrad.trace.places import locate, thread_label
@@ -28,7 +29,6 @@ from zmqgrad.trace.report.columns import (
 )
 from zmqgrad.trace.stats import is_lost
 from zmqgrad.wire.ids import show_id, split_id
-from zmqgrad.wire.messages import MessageType
 
 MAX_MESSAGES = 2_000_000
 MAX_CONTEXTS = 200
@@ -63,7 +63,7 @@ class Report:
         since, until = self._window
         count = 0
         for message in self._job.messages():
-            if since <= _time(message) <= until:
+            if since <= message.time <= until:
                 count += 1
                 self._lost += is_lost(self._job, message)
                 if count > MAX_MESSAGES:
@@ -148,8 +148,6 @@ class Report:
 
     def _summary(self, texts: Numbering) -> dict[str, Any]:
         job, m = self._job, self.messages
-        kinds = sorted(set(m.kind))
-        known = MessageType._value2member_map_
         return {
             "tick": self._tick,
             "lost": self._lost,
@@ -158,7 +156,7 @@ class Report:
             "directory": str(job.directory),
             "program": next((p.info.program for p in job.processes if p.info.program), ""),
             "actors": [self._actor(i) for i in range(len(self.actors.all))],
-            "kinds": {kind: MessageType(kind).name if kind in known else str(kind) for kind in kinds},
+            "kinds": {kind: type_name(kind) for kind in sorted(set(m.kind))},
             "names": m.names.values(),
             "threads": m.threads.values(),
             "contextIds": [show_id(number) if number else "" for number in m.contexts.values()],
@@ -266,7 +264,3 @@ class Report:
     def _pass(self, each: Pass) -> tuple[Any, ...]:
         ended = None if each.ended is None else self._tick_of(each.ended)
         return (each.actor, self._tick_of(each.began), ended, each.failed)
-
-
-def _time(message: Message) -> int:
-    return message.sent if message.sent is not None else message.received or 0
