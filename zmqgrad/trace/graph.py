@@ -1,8 +1,7 @@
-"""The distributed autograd graph of one context, from a trace: job -> data, and data -> text or DOT.
+"""The distributed autograd graph of one context, with names: job -> data, and data -> text or DOT.
 
-Workers recorded sends in the forward pass; in a backward pass, groups of nodes run when the gradients of
-their sends arrive, and send gradients on to the sends of others (their recvs). A send that a finished pass
-never reached went unused, which fast mode forbids and other modes pay for (docs/autograd.md).
+A send that a finished pass never reached went unused, which fast mode forbids and other modes pay for
+(docs/autograd.md).
 """
 
 from __future__ import annotations
@@ -12,17 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from zmqgrad.errors import TraceError
-from zmqgrad.trace.events import (
-    ContextCreated,
-    GroupExecuted,
-    MessageSent,
-    PassFinished,
-    PassStarted,
-    RequestDescribed,
-    SendRecorded,
-)
+from zmqgrad.trace.contexts import Context, Contexts
+from zmqgrad.trace.events import MessageSent, RequestDescribed
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.model import Actor, Stamped
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import REQUEST
 
@@ -100,16 +91,19 @@ class ContextRow(msgspec.Struct):
 
 def contexts(job: Job) -> list[ContextRow]:
     """All contexts of a job, in the order of their beginning."""
+    found = Contexts()
+    for stamped in job.events():
+        found.add(stamped)
     return [
         ContextRow(
-            each.context,
+            each.number,
             len(each.workers),
             len(each.sends),
             len(each.passes),
-            sum(p.nanoseconds or 0 for p in each.passes),
+            sum(p.ended - p.began for p in each.passes.values() if p.ended is not None),
             len(each.unused()),
         )
-        for each in _Builder().read(job.events())
+        for each in found.all.values()
     ]
 
 
@@ -119,110 +113,61 @@ def graph(job: Job, context: int | None = None) -> Graph:
     Raises:
         TraceError: if the trace has no such context.
     """
-    found = _Builder(context).read(job.events())
-    if context is not None:
-        for each in found:
-            if each.context == context:
-                return each
+    contexts = Contexts()
+    functions: dict[tuple[int, int], str] = {}  # by caller and message id
+    for stamped in job.events():
+        _, process, actor, event = stamped
+        contexts.add(stamped)
+        if actor is None:
+            continue
+        if isinstance(event, MessageSent):
+            if event.context and event.kind & REQUEST:
+                functions[actor.rank, event.message_id] = process.names.get(event.name, "")
+        elif isinstance(event, RequestDescribed) and (actor.rank, event.message_id) in functions:
+            functions[actor.rank, event.message_id] = event.function  # it follows the send of the request
+    found = list(contexts.all.values())
+    if not found and context is None:
+        raise TraceError(f"{job.directory} has no autograd contexts: the job used no autograd.context()")
+    if context is None:
+        chosen = next((each for each in reversed(found) if each.passes), found[-1])
+    elif context in contexts.all:
+        chosen = contexts.all[context]
+    else:
         raise TraceError(
             f"{job.directory} has no autograd context {show_id(context)}: "
             "`zmqgrad trace graph --list` shows them"
         )
-    if not found:
-        raise TraceError(f"{job.directory} has no autograd contexts: the job used no autograd.context()")
-    return next((each for each in reversed(found) if each.passes), found[-1])
+    return _with_names(chosen, functions)
 
 
-class _Builder:
-    """Collects the graph of ``context``, or of all."""
-
-    def __init__(self, context: int | None = None) -> None:
-        self._context = context
-        self._graphs: dict[int, Graph] = {}
-        self._sends: dict[int, Send] = {}
-        self._passes: dict[int, Pass] = {}
-        self._targets: dict[int, tuple[Send, int]] = {}  # sends whose target is known by its rank
-        self._requests: dict[tuple[int, int], str] = {}  # functions by worker and message id
-        self._replies: list[tuple[Send, int, int]] = []
-        self._names: dict[int, str] = {}
-
-    def read(self, events: Iterator[Stamped]) -> list[Graph]:
-        """Returns the graphs, oldest first."""
-        for stamped in events:
-            if stamped.actor is not None:
-                self._add(stamped, stamped.actor)
-        for send, rank in self._targets.values():
-            send.target = self._names.get(rank, f"worker {rank}")
-        for send, rank, message_id in self._replies:
-            send.function = self._requests.get((rank, message_id), "")
-        for each in self._graphs.values():
-            self._finish(each)
-        return list(self._graphs.values())
-
-    def _add(self, stamped: Stamped, actor: Actor) -> None:
-        event = stamped.event
-        context = getattr(event, "context", 0)
-        if isinstance(event, RequestDescribed):
-            if (actor.rank, event.message_id) in self._requests:  # it follows the send of the request
-                self._requests[actor.rank, event.message_id] = event.function
-            return
-        if not context or (self._context is not None and context != self._context):
-            return
-        if isinstance(event, MessageSent):
-            if event.kind & REQUEST:
-                name = stamped.process.names.get(event.name, "") if event.name else ""
-                self._requests[actor.rank, event.message_id] = name
-        elif isinstance(event, _OF_CONTEXTS):
-            self._names[actor.rank] = actor.name
-            found = self._graphs.get(context)
-            if found is None:
-                found = self._graphs[context] = Graph(context, [], [], [])
-            if actor.name not in found.workers:
-                found.workers.append(actor.name)
-            self._apply(found, stamped.time, actor, event)
-
-    def _apply(self, found: Graph, time: int, actor: Actor, event: object) -> None:
-        if isinstance(event, SendRecorded):
-            send = Send(event.autograd_id, actor.name, "", time, is_reply=event.is_reply)
-            found.sends.append(send)
-            self._sends[send.id] = send
-            self._targets[send.id] = send, event.peer
-            requester = event.peer if event.is_reply else actor.rank
-            self._replies.append((send, requester, event.message_id))
-        elif isinstance(event, PassStarted):
-            self._pass(found, event.pass_id, actor.name, time)
-        elif isinstance(event, PassFinished):
-            ended = self._pass(found, event.pass_id, actor.name, time)
-            ended.nanoseconds, ended.failed = time - ended.began, event.failed
-        elif isinstance(event, GroupExecuted):
-            recvs = tuple(recv for recv, _ in event.recvs)
-            group = Group(actor.name, time, event.nanoseconds, event.sends, recvs)
-            self._pass(found, event.pass_id, "", time).groups.append(group)
-
-    def _pass(self, found: Graph, number: int, worker: str, time: int) -> Pass:
-        """The pass; made here if its beginning was not recorded, or comes later."""
-        known = self._passes.get(number)
-        if known is None:
-            known = self._passes[number] = Pass(number, worker, time)
-            found.passes.append(known)
-        known.worker = known.worker or worker
-        known.began = min(known.began, time)
-        return known
-
-    def _finish(self, found: Graph) -> None:
-        found.workers.sort(key=lambda name: min(r for r, n in self._names.items() if n == name))
-        found.sends.sort(key=lambda send: send.time)
-        for each in found.passes:
-            each.groups.sort(key=lambda group: group.began)
-            for order, group in enumerate(each.groups, 1):
-                group.order = order
-                for number in (*group.sends, *group.recvs):
-                    send = self._sends.get(number)
-                    if send is not None and each.id not in send.uses:
-                        send.uses.append(each.id)
-
-
-_OF_CONTEXTS = (ContextCreated, SendRecorded, PassStarted, PassFinished, GroupExecuted)
+def _with_names(context: Context, functions: Mapping[tuple[int, int], str]) -> Graph:
+    names = context.workers
+    sends = {
+        send.id: Send(
+            send.id,
+            send.actor.name,
+            names.get(send.peer, f"worker {send.peer}"),
+            send.time,
+            functions.get((send.peer if send.is_reply else send.actor.rank, send.message_id), ""),
+            send.is_reply,
+        )
+        for send in sorted(context.sends.values(), key=lambda send: send.time)
+    }
+    passes = []
+    for each in context.passes.values():
+        took = None if each.ended is None else each.ended - each.began
+        named = Pass(each.id, each.actor.name if each.actor else "", each.began, took, each.failed)
+        passes.append(named)
+        groups = [group for group in context.groups if group.pass_id == each.id]
+        for order, group in enumerate(sorted(groups, key=lambda group: group.began), 1):
+            named.groups.append(
+                Group(group.actor.name, group.began, group.nanoseconds, group.sends, group.recvs, order)
+            )
+            for number in (*group.sends, *group.recvs):
+                if number in sends and each.id not in sends[number].uses:
+                    sends[number].uses.append(each.id)
+    workers = list(dict.fromkeys(names[rank] for rank in sorted(names)))
+    return Graph(context.number, workers, list(sends.values()), passes)
 
 
 # ---- text -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zmqgrad.trace.events import Role
@@ -113,15 +113,16 @@ class Messages:
         self.kind.append(m.kind)
         self.source.append(actors.other(m.source, m, m.target))
         self.target.append(actors.other(m.target, m, m.source))
-        self.sender_thread.append(self._thread(m.source, m.sender_thread))
-        self.receiver_thread.append(self._thread(m.target, m.receiver_thread))
+        self.sender_thread.append(self.thread(m.source, m.sender_thread))
+        self.receiver_thread.append(self.thread(m.target, m.receiver_thread))
         self.name.append(self.names[tidy(m.name)])
         self.size.append(min(m.size, MAX_UINT32))
         self.number.append(m.message_id)
         self.context.append(self.contexts[m.context])
         self.requester.append(m.requester)
 
-    def _thread(self, actor: Actor | None, number: int) -> int:
+    def thread(self, actor: Actor | None, number: int) -> int:
+        """The number of the name of a thread."""
         declared = actor.process.threads.get(number) if actor is not None else None
         return self.threads[declared.name if declared else ""] & 0xFFFF
 
@@ -146,12 +147,6 @@ class Messages:
                 self.pair[request], self.pair[reply] = reply, request
                 if not self.name[reply]:
                     self.name[reply] = self.name[request]
-
-    def calls(self) -> Iterator[tuple[int, int]]:
-        """The rows of each request and its reply, if that was received."""
-        for row, (flags, reply) in enumerate(zip(self.flags, self.pair, strict=True)):
-            if flags & IS_REQUEST and reply != NO_ROW and self.flags[reply] & HAS_RECEIVED:
-                yield row, reply
 
 
 def little_endian(column: array[int]) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from zmqgrad.errors import TraceError
+from zmqgrad.trace.contexts import Context
 from zmqgrad.trace.events import Role
 from zmqgrad.trace.findings import Finding, Survey
 from zmqgrad.trace.job import Job
@@ -17,7 +18,7 @@ from zmqgrad.trace.kinds import type_name
 from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.model import Message
 from zmqgrad.trace.places import locate, thread_label
-from zmqgrad.trace.report.activity import Activity, Context, Pass
+from zmqgrad.trace.report.activity import Activity
 from zmqgrad.trace.report.columns import (
     MAX_UINT32,
     NO_ROW,
@@ -165,7 +166,6 @@ class Report:
             "stacks": self._stacks(texts),
             "places": self._places(texts),
             "contexts": list(self._contexts()),
-            "allContexts": len(self.activity.contexts),
         }
 
     def _tick_of(self, time: int) -> int:
@@ -227,40 +227,47 @@ class Report:
 
     def _contexts(self) -> Iterator[dict[str, Any]]:
         groups = 0
-        for context in list(self.activity.contexts.values())[:MAX_CONTEXTS]:
+        used = [each for each in self.activity.contexts.all.values() if each.sends or each.passes]
+        for context in used[:MAX_CONTEXTS]:
             groups += len(context.groups)
             if groups > MAX_GROUPS:
                 return
             yield self._context(context)
 
     def _context(self, context: Context) -> dict[str, Any]:
-        unused = {send.autograd_id for send in context.unused()}
+        number, rows = self.actors.number, self.activity.send_rows
+        unused = {send.id for send in context.unused()}
         return {
             "id": show_id(context.number),
             "sends": [
                 (
-                    show_id(s.autograd_id),
-                    s.actor,
-                    s.peer,
-                    s.row,
+                    show_id(s.id),
+                    number(s.actor),
+                    self.actors.worker(s.peer),
+                    rows[s.id],
                     self._tick_of(s.time),
-                    s.autograd_id in unused,
+                    s.id in unused,
                 )
                 for s in context.sends.values()
             ],
             "groups": [
                 (
-                    g.actor,
+                    number(g.actor),
                     self._tick_of(g.began),
                     g.nanoseconds // self._tick,
                     list(map(show_id, g.sends)),
-                    [(show_id(recv), peer) for recv, peer in g.recvs],
+                    list(map(show_id, g.recvs)),
                 )
                 for g in sorted(context.groups, key=lambda g: g.began)
             ],
-            "passes": list(map(self._pass, context.passes)),
+            "passes": [
+                (
+                    number(p.actor),
+                    self._tick_of(p.began),
+                    None if p.ended is None else self._tick_of(p.ended),
+                    p.failed,
+                )
+                for p in context.passes.values()
+                if p.actor is not None
+            ],
         }
-
-    def _pass(self, each: Pass) -> tuple[Any, ...]:
-        ended = None if each.ended is None else self._tick_of(each.ended)
-        return (each.actor, self._tick_of(each.began), ended, each.failed)

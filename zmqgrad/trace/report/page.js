@@ -688,7 +688,7 @@ function drawAutograd() {
     edge(unused ? "unused" : "forward", place(time), actor, place(row >= 0 ? endOf(row) : time + 1), peer, `${unused ? "send without a gradient" : "send"} ${id}${row >= 0 ? `<br>${functionOf(row).replaceAll("<", "&lt;")}` : ""}`);
   const runs = new Map(context.groups.flatMap((g) => g[3].map((id) => [id, g])));
   for (const [actor, began, , , recvs] of context.groups)
-    for (const [id] of recvs) { const next = runs.get(id); if (next) edge("gradient", place(began), actor, place(next[1]), next[0], `gradient of send ${id}`); }
+    for (const id of recvs) { const next = runs.get(id); if (next) edge("gradient", place(began), actor, place(next[1]), next[0], `gradient of send ${id}`); }
   const line = (name, [x, y, text], color, dash) => ({ type: "scatter", mode: "lines+markers", name, x, y, text, hovertemplate: "%{text}<extra></extra>", line: { color: css(color), width: 1.6, dash }, marker: { symbol: "arrow", angleref: "previous", color: css(color), size: x.map((_, i) => (i % 3 === 1 ? 11 : 0)) } });
   const groups = context.groups, traces = [line("tensors sent", edges.forward, "--c0"), line("gradients", edges.gradient, "--group", "dot"), line("sent, no gradient", edges.unused, "--bad", "dash"),
     { type: "scatter", mode: "markers", name: "groups of nodes run", x: groups.map((g) => place(g[1])), y: groups.map((g) => actorName(g[0])), marker: { symbol: "square", size: 11, color: css("--group") }, text: groups.map((g) => `${g[3].length || "roots, no"} sends complete, gradients to ${g[4].length}<br>took ${showTime(g[2])}, began ${showTime(g[1] - origin)} after the first`), hovertemplate: "%{y}: %{text}<extra></extra>" },
