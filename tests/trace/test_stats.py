@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.trace.test_job import SECOND, Writer, call, two
 from zmqgrad.__main__ import main
 from zmqgrad.cli import trace_output
+from zmqgrad.cli.trace_output import table
 from zmqgrad.trace import Job
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.stats import statistics
@@ -140,3 +142,28 @@ def test_a_large_trace_is_read_in_part_and_shows_its_progress(
     assert json.loads(capsys.readouterr().out)["messages"] == 4
     assert main(["trace", "stats", str(tmp_path), "--since", "9"]) == 1
     assert "the job lasted 1.0 s" in capsys.readouterr().err
+
+
+def test_a_table_keeps_to_the_width_of_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two(tmp_path, 2, clock="boot", skew=0)
+    arguments = ["trace", "stats", str(tmp_path), "--stores"]
+    assert main(arguments) == 0
+    wide = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("function", "m:f"))]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tables = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("transfer, queued"))]
+    assert max(map(len, tables)) <= 60
+    heads = [line for line in tables if line.startswith("function")]
+    cells = [line for line in tables if line.startswith("m:f ")]
+    assert len(heads) == len(cells) > 1
+    assert " ".join([heads[0], *(h.removeprefix("function") for h in heads[1:])]).split() == wide[0].split()
+    assert " ".join([cells[0], *(c.removeprefix("m:f") for c in cells[1:])]).split() == wide[1].split()
+
+
+def test_long_names_are_cut_before_numbers() -> None:
+    lines = list(table(("function", "calls"), [("x" * 50, "123456")], 30))
+    assert lines == ["function       calls", f"{'x' * 11}…  123456"]

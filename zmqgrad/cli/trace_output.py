@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
@@ -16,7 +17,8 @@ from zmqgrad.trace.labels import process_label, size
 from zmqgrad.trace.live import is_live
 from zmqgrad.trace.log import find_logs
 
-MIN_TABLE_WIDTH = 140
+MIN_NAME_WIDTH = 12
+"""Names in the first column of a table are not cut to less, however narrow the terminal is."""
 
 MAX_NAMED = 5
 """How many logs a remark names."""
@@ -170,27 +172,29 @@ def clock_text(wall: int) -> str:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table: drawn by rich in a terminal, if it is installed; otherwise plain columns."""
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            pass  # plain then: rich is optional
-        else:
-            table = Table(box=None, header_style="bold")
-            for i, column in enumerate(columns):
-                table.add_column(column, justify="right" if i else "left", no_wrap=True)
-            for row in rows:
-                table.add_row(*row)
-            console = Console(markup=False, highlight=False)
-            # Wrapped cells cannot be read; in a narrow terminal, whole lines wrap.
-            console.print(table, width=max(console.width, MIN_TABLE_WIDTH), crop=False, no_wrap=True)
-            return
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        first, *rest = (
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join([first, *rest]).rstrip())
+    """Prints a table; in a terminal, within its width."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    for line in table(columns, rows, width):
+        print(line)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: float) -> Iterator[str]:
+    """Yields the lines of a table. What does not fit into ``width`` follows below, with the names again."""
+    names, *others = zip(columns, *rows, strict=True)
+    numbers = [[cell.rjust(max(map(len, cells))) for cell in cells] for cells in others]
+    widths = [2 + len(cells[0]) for cells in numbers]
+    longest = max(map(len, names))
+    if longest + sum(widths) > width:
+        longest = min(longest, max(MIN_NAME_WIDTH, int(width) // 3))
+    shown = [name if len(name) <= longest else f"{name[: longest - 1]}…" for name in names]
+    blocks: list[list[Sequence[str]]] = []
+    left = 0.0
+    for cells, needed in zip(numbers, widths, strict=True):
+        if not blocks or needed > left:
+            blocks.append([[name.ljust(longest) for name in shown]])
+            left = width - longest
+        blocks[-1].append(cells)
+        left -= needed
+    for i, block in enumerate(blocks):
+        yield from [""] * (i > 0)
+        yield from ("  ".join(line).rstrip() for line in zip(*block, strict=True))
