@@ -12,6 +12,7 @@ structs here, by which the log is read. Payloads are never part of an event.
 from __future__ import annotations
 
 import enum
+from typing import TypeVar
 
 import msgspec
 
@@ -117,7 +118,9 @@ class PeerDeclared(Event, frozen=True, tag=5):
     incarnation: int
 
 
-class _Message(Event, frozen=True):
+class MessageEvent(Event, frozen=True):
+    """A message at one of its ends."""
+
     thread: int
     actor: int
     kind: int
@@ -129,7 +132,7 @@ class _Message(Event, frozen=True):
     path: Path = Path.INLINE
 
 
-class MessageSent(_Message, frozen=True, tag=6):
+class MessageSent(MessageEvent, frozen=True, tag=6):
     """``actor`` sent a message to worker ``peer``; ``time`` is just before that.
 
     ``kind`` is its ``MessageType``, ``context`` the distributed autograd context, ``name`` the function that
@@ -141,27 +144,40 @@ class MessageSent(_Message, frozen=True, tag=6):
     """
 
 
-class MessageReceived(_Message, frozen=True, tag=7):
+class MessageReceived(MessageEvent, frozen=True, tag=7):
     """``actor`` received a message; as :class:`MessageSent`. A request is queued from here on."""
 
 
-class RequestStarted(Event, frozen=True, tag=8):
+class _OfRequest(Event, frozen=True):
+    thread: int
+    actor: int
+    peer: int
+    message_id: int
+
+
+class _OfRequestEnded(_OfRequest, frozen=True):
+    failed: bool = False
+
+
+class _WithDuration(_OfRequest, frozen=True):
+    nanoseconds: int
+    failed: bool = False
+
+    def _parts(self, begin: type[_B], end: type[_E]) -> tuple[_B, _E]:
+        key = (self.thread, self.actor, self.peer, self.message_id)
+        return begin(self.time, *key), end(self.time + self.nanoseconds, *key, self.failed)
+
+
+_B = TypeVar("_B", bound=_OfRequest)
+_E = TypeVar("_E", bound=_OfRequestEnded)
+
+
+class RequestStarted(_OfRequest, frozen=True, tag=8):
     """A thread of ``actor`` took the request ``message_id`` of worker ``peer`` from the queue."""
 
-    thread: int
-    actor: int
-    peer: int
-    message_id: int
 
-
-class RequestFinished(Event, frozen=True, tag=9):
+class RequestFinished(_OfRequestEnded, frozen=True, tag=9):
     """That thread is done with the request. Usually the reply was sent just before."""
-
-    thread: int
-    actor: int
-    peer: int
-    message_id: int
-    failed: bool = False
 
 
 class RequestDescribed(Event, frozen=True, tag=10):
@@ -177,111 +193,71 @@ class RequestDescribed(Event, frozen=True, tag=10):
     arguments: str = ""
 
 
-class WaitBegun(Event, frozen=True, tag=11):
+class WaitBegun(_OfRequest, frozen=True, tag=11):
     """A thread of ``actor`` waits for the reply of worker ``peer`` to its request ``message_id``.
 
     If it waits for the end of a backward pass, ``message_id`` is the pass and ``peer`` is the actor's own.
     """
 
-    thread: int
-    actor: int
-    peer: int
-    message_id: int
 
-
-class WaitEnded(Event, frozen=True, tag=12):
+class WaitEnded(_OfRequestEnded, frozen=True, tag=12):
     """The wait is over; ``failed``: without a reply (timeout, loss, Ctrl-C)."""
 
-    thread: int
-    actor: int
-    peer: int
-    message_id: int
-    failed: bool = False
 
-
-class RequestRan(Event, frozen=True, tag=24):
+class RequestRan(_WithDuration, frozen=True, tag=24):
     """:class:`RequestStarted` at ``time`` and :class:`RequestFinished` after ``nanoseconds``, in one.
 
     Only in logs: the reader yields the two.
     """
 
-    thread: int
-    actor: int
-    peer: int
-    message_id: int
-    nanoseconds: int
-    failed: bool = False
-
     def parts(self) -> tuple[RequestStarted, RequestFinished]:
         """The two events."""
-        key = (self.thread, self.actor, self.peer, self.message_id)
-        return RequestStarted(self.time, *key), RequestFinished(
-            self.time + self.nanoseconds, *key, self.failed
-        )
+        return self._parts(RequestStarted, RequestFinished)
 
 
-class Waited(Event, frozen=True, tag=25):
+class Waited(_WithDuration, frozen=True, tag=25):
     """:class:`WaitBegun` at ``time`` and :class:`WaitEnded` after ``nanoseconds``, in one; only in logs."""
-
-    thread: int
-    actor: int
-    peer: int
-    message_id: int
-    nanoseconds: int
-    failed: bool = False
 
     def parts(self) -> tuple[WaitBegun, WaitEnded]:
         """The two events."""
-        key = (self.thread, self.actor, self.peer, self.message_id)
-        return WaitBegun(self.time, *key), WaitEnded(self.time + self.nanoseconds, *key, self.failed)
+        return self._parts(WaitBegun, WaitEnded)
 
 
-class ContextCreated(Event, frozen=True, tag=13):
+class _OfContext(Event, frozen=True):
+    thread: int
+    actor: int
+    context: int
+
+
+class _OfPass(_OfContext, frozen=True):
+    pass_id: int
+
+
+class ContextCreated(_OfContext, frozen=True, tag=13):
     """``actor`` takes part in distributed autograd context ``context`` from here on."""
 
-    thread: int
-    actor: int
-    context: int
 
-
-class ContextReleased(Event, frozen=True, tag=14):
+class ContextReleased(_OfContext, frozen=True, tag=14):
     """``actor`` has forgotten the context."""
 
-    thread: int
-    actor: int
-    context: int
 
-
-class PassStarted(Event, frozen=True, tag=15):
+class PassStarted(_OfPass, frozen=True, tag=15):
     """``actor`` began backward pass ``pass_id``, as its coordinator."""
 
-    thread: int
-    actor: int
-    context: int
-    pass_id: int
 
-
-class PassFinished(Event, frozen=True, tag=16):
+class PassFinished(_OfPass, frozen=True, tag=16):
     """The pass is over on all workers."""
 
-    thread: int
-    actor: int
-    context: int
-    pass_id: int
     failed: bool = False
 
 
-class GroupExecuted(Event, frozen=True, tag=17):
+class GroupExecuted(_OfPass, frozen=True, tag=17):
     """``actor`` ran the groups of a pass that the gradients of ``sends`` completed.
 
     It began at ``time`` and took ``nanoseconds``. ``sends`` are autograd ids, empty for the roots of the
     pass; ``recvs`` are (autograd id, worker that the gradients go to).
     """
 
-    thread: int
-    actor: int
-    context: int
-    pass_id: int
     nanoseconds: int
     sends: tuple[int, ...] = ()
     recvs: tuple[tuple[int, int], ...] = ()
@@ -319,15 +295,12 @@ class Dropped(Event, frozen=True, tag=21):
     count: int
 
 
-class SendRecorded(Event, frozen=True, tag=22):
+class SendRecorded(_OfContext, frozen=True, tag=22):
     """``actor`` recorded a send in ``context``: the message ``message_id`` to ``peer`` may get gradients.
 
     ``is_reply``: the message is the reply to the request ``message_id`` of that worker.
     """
 
-    thread: int
-    actor: int
-    context: int
     autograd_id: int
     peer: int
     message_id: int
@@ -369,8 +342,6 @@ class PeerLost(Event, frozen=True, tag=27):
     peer: int
     reason: str = ""
 
-
-Message = MessageSent | MessageReceived
 
 AnyEvent = (
     ActorStarted

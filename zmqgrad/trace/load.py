@@ -15,6 +15,7 @@ import msgspec
 from zmqgrad.trace.calls import Assembly
 from zmqgrad.trace.events import (
     Dropped,
+    MessageEvent,
     MessageReceived,
     MessageSent,
     Path,
@@ -144,12 +145,12 @@ class Load:
                 number = id(declared.process)
                 self._dropped[number] = self._dropped.get(number, 0) + event.count
             elif actor is not None:
-                if isinstance(event, (MessageSent, MessageReceived)):
+                if isinstance(event, MessageEvent):
                     self._count_message(time, actor, event)
                 if actor.role is Role.WORKER:
                     self._note(self._state(actor), time, event)
 
-    def _count_message(self, time: int, actor: Actor, event: MessageSent | MessageReceived) -> None:
+    def _count_message(self, time: int, actor: Actor, event: MessageEvent) -> None:
         slot = self._slot(time)
         if slot is None:
             return

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from zmqgrad.trace.events import MessageReceived, MessageSent, PeerDeclared, Role
+from zmqgrad.trace.events import MessageEvent, MessageReceived, MessageSent, PeerDeclared, Role
 from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.model import Actor, Declared, Entry, Message
 from zmqgrad.wire.messages import REQUEST, RESPONSE
@@ -67,7 +67,7 @@ class Pairing:
         time, names, actor, event = entry
         if actor is None:
             return ()  # its declaration was dropped
-        assert isinstance(event, (MessageSent, MessageReceived))
+        assert isinstance(event, MessageEvent)
         outgoing = type(event) is MessageSent
         if 0x60 <= event.kind < 0x70:
             return self._notification(time, actor, event, outgoing, names)
@@ -86,9 +86,7 @@ class Pairing:
             )
         return ours.evict()
 
-    def _key(
-        self, actor: Actor, event: MessageSent | MessageReceived, outgoing: bool, names: Declared
-    ) -> Key:
+    def _key(self, actor: Actor, event: MessageEvent, outgoing: bool, names: Declared) -> Key:
         """Equal for both ends of a message, and for no other."""
         if actor.role is not Role.WORKER:
             channel = event.peer
@@ -111,7 +109,7 @@ class Pairing:
         return (*key, count)
 
     def _notification(
-        self, time: int, actor: Actor, event: MessageSent | MessageReceived, outgoing: bool, names: Declared
+        self, time: int, actor: Actor, event: MessageEvent, outgoing: bool, names: Declared
     ) -> Sequence[Message]:
         """One publication has many receivers: each gives a message."""
         name = names.names.get(event.name, "")
@@ -134,7 +132,7 @@ class Pairing:
         message: Message,
         time: int,
         actor: Actor,
-        event: MessageSent | MessageReceived,
+        event: MessageEvent,
         outgoing: bool,
         names: Declared,
     ) -> None:
@@ -168,9 +166,7 @@ class Pairing:
         yield from self._received.items.values()
 
 
-def _end_of(
-    time: int, actor: Actor, event: MessageSent | MessageReceived, outgoing: bool, names: Declared
-) -> Message:
+def _end_of(time: int, actor: Actor, event: MessageEvent, outgoing: bool, names: Declared) -> Message:
     name = names.names.get(event.name, "") if event.name else ""
     context = event.context if actor.role is Role.WORKER else 0
     common = (context, name, event.size, event.path, event.peer)

@@ -18,6 +18,7 @@ from typing import Any
 from zmqgrad.trace.chrome import Event
 from zmqgrad.trace.events import (
     GroupExecuted,
+    MessageEvent,
     MessageReceived,
     MessageSent,
     PassFinished,
@@ -161,7 +162,7 @@ class Timeline:
         for time, _, actor, event in self.job.events():
             if actor is None or actor.role is not Role.WORKER or event.__class__ not in _MESSAGES:
                 continue
-            assert isinstance(event, (MessageSent, MessageReceived))
+            assert isinstance(event, MessageEvent)
             if event.peer not in senders or not event.size:
                 continue
             outgoing = event.__class__ is MessageSent

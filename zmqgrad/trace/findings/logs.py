@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from zmqgrad.trace.events import (
-    MessageReceived,
-    MessageSent,
+    MessageEvent,
     Role,
 )
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted
@@ -46,7 +45,7 @@ class Missed:
     def add(self, stamped: Stamped) -> None:
         """Adds the event ``stamped``."""
         actor, event = stamped.actor, stamped.event
-        if not self.until or actor is None or not isinstance(event, (MessageSent, MessageReceived)):
+        if not self.until or actor is None or not isinstance(event, MessageEvent):
             return
         key = actor.job, event.peer
         until = self.until.get(key, math.inf)
