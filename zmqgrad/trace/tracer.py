@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns as now
 from zmqgrad.trace import stacks
+from zmqgrad.trace.active import Row
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.requests import RemoteRequests
 from zmqgrad.transport import tap as tapping
@@ -53,6 +54,10 @@ def _wrapped_function(message: Message) -> str:
 
 
 _NAME_OF = _name_getters()
+# Plain numbers: an attribute of an enumeration takes as long as all else that is done for a message.
+_SENT, _RECEIVED, _SEND_RECORDED = map(int, (Tag.MESSAGE_SENT, Tag.MESSAGE_RECEIVED, Tag.SEND_RECORDED))
+_REQUEST_FINISHED, _REQUEST_RAN = int(Tag.REQUEST_FINISHED), int(Tag.REQUEST_RAN)
+_WAIT_ENDED, _WAITED = int(Tag.WAIT_ENDED), int(Tag.WAITED)
 _FORWARD_REPLY = int(MessageType.FORWARD_AUTOGRAD_RESP)
 _WITH_SEND = frozenset((MessageType.FORWARD_AUTOGRAD_REQ, MessageType.FORWARD_AUTOGRAD_RESP))
 _WITH_CONTEXT = frozenset(k for k, struct in BY_TYPE.items() if "context_id" in struct.__struct_fields__)
@@ -107,25 +112,29 @@ class Tracer:
             known = self._names.get(text)
             number = self._recorder.declare_name(text) if known is None else known
         thread = self._threads.number or self._recorder.declare_thread()
-        # Plain numbers for the tags: an attribute of an enumeration takes as long as the rest.
-        tag = 6 if outgoing else 7
+        tag = _SENT if outgoing else _RECEIVED
         queue.append((tag, time, thread, self._actor, kind, peer, envelope[3], context, number, size, path))
         if context and outgoing and kind in _WITH_SEND and message.autograd_id:  # type: ignore[attr-defined]
             send = message.autograd_id  # type: ignore[attr-defined]
             is_reply = kind == _FORWARD_REPLY
-            queue.append((22, time, thread, self._actor, context, send, peer, envelope[3], is_reply))
+            queue.append(
+                (_SEND_RECORDED, time, thread, self._actor, context, send, peer, envelope[3], is_reply)
+            )
 
     def _declare_peer(self, time: int, peer: int, incarnation: int) -> None:
         if len(self._incarnations) < MAX_NAMES:
             self._incarnations[peer] = incarnation
             self._queue.append((Tag.PEER, time, self._actor, peer, incarnation))
 
-    def _add(self, tag: int, *values: Any) -> None:
+    def _add(self, tag: Tag, *values: Any) -> None:
+        thread = self._threads.number or self._recorder.declare_thread()
+        self._append((tag, now(), thread, self._actor, *values))
+
+    def _append(self, row: Row) -> None:
         if len(self._queue) >= self._recorder.max_events:
             self._recorder.drop()
-            return
-        thread = self._threads.number or self._recorder.declare_thread()
-        self._queue.append((tag, now(), thread, self._actor, *values))
+        else:
+            self._queue.append(row)
 
     def request_started(self, peer: int, message_id: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
@@ -136,19 +145,17 @@ class Tracer:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
         key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
         begun, ended = self._active.requests.pop(key, None), now()
-        if len(self._queue) >= self._recorder.max_events:
-            self._recorder.drop()
-        elif begun is None:  # the begin is in the log, or was before the recording
-            self._queue.append((9, ended, *key, failed))
+        if begun is None:  # the begin is in the log, or was before the recording
+            self._append((_REQUEST_FINISHED, ended, *key, failed))
         else:
-            self._queue.append((24, begun, *key, ended - begun, failed))
+            self._append((_REQUEST_RAN, begun, *key, ended - begun, failed))
 
     def request_described(
         self, message_id: int, function: str, args: Sequence[Any] | None, kwargs: Any
     ) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
         shown = show_arguments(args or (), kwargs or {}) if self.records_arguments else ""
-        self._add(10, message_id, function[:MAX_NAME_CHARACTERS], shown)
+        self._add(Tag.REQUEST_DESCRIBED, message_id, function[:MAX_NAME_CHARACTERS], shown)
 
     def wait_begun(self, peer: int, message_id: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
@@ -159,30 +166,26 @@ class Tracer:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
         key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
         begun, ended = self._active.waits.pop(key, None), now()
-        if begun is not None and not failed and ended - begun < SHORT_WAIT_NANOSECONDS:
-            return
-        if len(self._queue) >= self._recorder.max_events:
-            self._recorder.drop()
-        elif begun is None:  # as above
-            self._queue.append((12, ended, *key, failed))
-        else:
-            self._queue.append((25, begun, *key, ended - begun, failed))
+        if begun is None:  # as above
+            self._append((_WAIT_ENDED, ended, *key, failed))
+        elif failed or ended - begun >= SHORT_WAIT_NANOSECONDS:
+            self._append((_WAITED, begun, *key, ended - begun, failed))
 
     def context_created(self, context: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(13, context)
+        self._add(Tag.CONTEXT_CREATED, context)
 
     def context_released(self, context: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(14, context)
+        self._add(Tag.CONTEXT_RELEASED, context)
 
     def pass_started(self, context: int, pass_id: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(15, context, pass_id)
+        self._add(Tag.PASS_STARTED, context, pass_id)
 
     def pass_finished(self, context: int, pass_id: int, failed: bool) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(16, context, pass_id, failed)
+        self._add(Tag.PASS_FINISHED, context, pass_id, failed)
 
     def group_executed(
         self,
@@ -193,19 +196,16 @@ class Tracer:
         recvs: Sequence[tuple[int, int]],
     ) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        if len(self._queue) >= self._recorder.max_events:
-            self._recorder.drop()
-            return
         thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
-        self._queue.append((17, began, thread, self._actor, context, pass_id, took, sends, recvs))
+        self._append((Tag.GROUP_EXECUTED, began, thread, self._actor, context, pass_id, took, sends, recvs))
 
     def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(18, round_number, action, participants, waiting)
+        self._add(Tag.RENDEZVOUS, round_number, action, participants, waiting)
 
     def heartbeat(self, peer: int, outgoing: bool) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(19, peer, outgoing)
+        self._add(Tag.HEARTBEAT, peer, outgoing)
 
     def watch_usage(self, measure: Callable[[], Usage]) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
