@@ -18,12 +18,7 @@ from zmqgrad.errors import TraceError
 from zmqgrad.trace.calls import Assembly
 from zmqgrad.trace.clocks import Alignment, OffsetEstimator
 from zmqgrad.trace.declarations import shift, survey
-from zmqgrad.trace.events import (
-    AnyEvent,
-    PeerDeclared,
-    Role,
-    StackDumped,
-)
+from zmqgrad.trace.events import AnyEvent, PeerDeclared, Role, StackDumped
 from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Actor, Call, Declared, Entry, Message, Process, Stamped

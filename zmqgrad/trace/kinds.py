@@ -5,12 +5,7 @@ from __future__ import annotations
 from zmqgrad.wire.messages import MessageType
 
 PROGRAM_CALLS = frozenset(
-    (
-        MessageType.CALL,
-        MessageType.REMOTE_CALL,
-        MessageType.RREF_FETCH,
-        MessageType.FORWARD_AUTOGRAD_REQ,
-    )
+    (MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH, MessageType.FORWARD_AUTOGRAD_REQ)
 )
 """Requests of the program, which it may wait for."""
 

@@ -161,10 +161,7 @@ class Load:
         traffic.sent += 1
         traffic.bytes += event.size
         traffic.shared += event.size if event.path == Path.SHARED_MEMORY else 0
-        for cell in (
-            _cell(slot.types, type_name(event.kind)),
-            _cell(slot.pairs, _pair(actor, event.peer)),
-        ):
+        for cell in (_cell(slot.types, type_name(event.kind)), _cell(slot.pairs, _pair(actor, event.peer))):
             cell.messages += 1
             cell.bytes += event.size
 

@@ -128,13 +128,7 @@ class Pairing:
         return (both,)
 
     def _complete(
-        self,
-        message: Message,
-        time: int,
-        actor: Actor,
-        event: MessageEvent,
-        outgoing: bool,
-        names: Declared,
+        self, message: Message, time: int, actor: Actor, event: MessageEvent, outgoing: bool, names: Declared
     ) -> None:
         """Adds the second end to ``message``."""
         if outgoing:

@@ -208,13 +208,7 @@ class Timeline:
             )
         fields = {"from": _name(request.source, request.peer), "failed": call.failed}
         yield self.slice(
-            "serve",
-            name,
-            request.target,
-            call.thread,
-            call.started,
-            call.finished,
-            _fields(request, fields),
+            "serve", name, request.target, call.thread, call.started, call.finished, _fields(request, fields)
         )
         if request.received is not None:  # from where it was received to where it is served
             arrow: dict[str, Any] = {"cat": "queue", "id": f"{key:#x}"}
@@ -258,11 +252,7 @@ class _Threads:
                     time,
                     event.thread,
                     s="t",
-                    args={
-                        "round": event.round,
-                        "participants": event.participants,
-                        "waiting": event.waiting,
-                    },
+                    args={"round": event.round, "participants": event.participants, "waiting": event.waiting},
                 )
         for (category, *_), (begin, actor, thread, name, args) in self._open.items():
             yield self._timeline.slice(str(category), name, actor, thread, begin, None, args)

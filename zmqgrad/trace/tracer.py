@@ -188,12 +188,7 @@ class Tracer:
         self._add(Tag.PASS_FINISHED, context, pass_id, failed)
 
     def group_executed(
-        self,
-        began: int,
-        context: int,
-        pass_id: int,
-        sends: Sequence[int],
-        recvs: Sequence[tuple[int, int]],
+        self, began: int, context: int, pass_id: int, sends: Sequence[int], recvs: Sequence[tuple[int, int]]
     ) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
         thread, took = self._threads.number or self._recorder.declare_thread(), now() - began

@@ -7,10 +7,7 @@ from array import array
 from collections import Counter, defaultdict
 from typing import TypeVar
 
-from zmqgrad.trace.events import (
-    WaitBegun,
-    WaitEnded,
-)
+from zmqgrad.trace.events import WaitBegun, WaitEnded
 from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Call, Stamped
 

@@ -6,10 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from zmqgrad.trace.events import (
-    MessageEvent,
-    Role,
-)
+from zmqgrad.trace.events import MessageEvent, Role
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted
 from zmqgrad.trace.findings.hangs import STUCK_NANOSECONDS
 from zmqgrad.trace.job import Job

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-from zmqgrad.trace.events import (
-    Usage,
-)
+from zmqgrad.trace.events import Usage
 from zmqgrad.trace.findings.calls import failing_calls, slow_calls
 from zmqgrad.trace.findings.finding import Finding, Severity
 from zmqgrad.trace.findings.hangs import deadlocks, long_waits, longest_waits, unanswered_calls

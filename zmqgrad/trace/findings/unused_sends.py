@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from zmqgrad.trace.events import (
-    GroupExecuted,
-    PassFinished,
-    SendRecorded,
-)
+from zmqgrad.trace.events import GroupExecuted, PassFinished, SendRecorded
 from zmqgrad.trace.findings.finding import Finding, Severity, counted, key_of, most_common
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import show_time, size, tidy
