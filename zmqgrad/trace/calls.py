@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from zmqgrad.trace.events import (
     MessageReceived,
@@ -21,22 +21,21 @@ from zmqgrad.wire.messages import REQUEST, RESPONSE
 class Assembly:
     """Assembles the calls of a stream of events."""
 
-    def __init__(self, entries: Iterator[Entry]) -> None:
-        self._entries = entries
-        self._pairing = Pairing(entries)
+    def __init__(self) -> None:
+        self._pairing = Pairing()
         self._open: Open[Call] = Open()
         # What was read before the request to which it belongs: clocks are aligned to within an error only.
         self._replies: Open[Message] = Open()
         self._early: Open[list[Entry]] = Open()
 
-    def run(self) -> Iterator[Call]:
-        """Yields the calls."""
+    def run(self, entries: Iterable[Entry]) -> Iterator[Call]:
+        """Yields the calls of ``entries``."""
         add = self.add
-        for entry in self._entries:
+        for entry in entries:
             yield from add(entry)
         for message in self._pairing.rest():
             yield from self._add(message)
-        yield from self._open.items.values()
+        yield from self._open.values()
 
     def add(self, entry: Entry) -> Sequence[Call]:
         """Adds an event. Returns the calls that this completes, or that make room."""
@@ -56,9 +55,9 @@ class Assembly:
         return ()
 
     def _happened(self, key: Key, entry: Entry) -> Sequence[Call]:
-        call = self._open.items.get(key)
+        call = self._open.get(key)
         if call is None:
-            self._early.items.setdefault(key, []).append(entry)
+            self._early.setdefault(key, []).append(entry)
             self._early.evict()
             return ()
         _apply(call, entry)
@@ -69,18 +68,18 @@ class Assembly:
             return ()
         if message.kind & REQUEST:
             key = (message.requester, message.message_id)
-            call = self._open.items[key] = Call(message, self._replies.items.pop(key, None))
+            call = self._open[key] = Call(message, self._replies.pop(key, None))
             call.function = message.name
-            for entry in self._early.items.pop(key, ()):
+            for entry in self._early.pop(key, ()):
                 _apply(call, entry)
             return [*self._complete(key, call), *self._open.evict()]
         if message.kind & RESPONSE:
             key = (message.requester, message.message_id)
-            call_open = self._open.items.get(key)
+            call_open = self._open.get(key)
             if call_open is not None:
                 call_open.reply = message
                 return self._complete(key, call_open)
-            self._replies.items[key] = message
+            self._replies[key] = message
             self._replies.evict()
         return ()
 
@@ -88,7 +87,7 @@ class Assembly:
         """Returns ``call`` if nothing more is to come: most have finished when the reply arrives."""
         if not call.is_complete or (call.started is not None and call.finished is None):
             return ()
-        self._open.items.pop(key, None)
+        self._open.pop(key, None)
         return (call,)
 
 

@@ -131,25 +131,16 @@ class OffsetEstimator:
         if known is None or received - sent < known.delay:
             best[number] = _Sample(received - sent, sent, received)
 
-    def solve(self, reference: Clock | None = None) -> Alignment | None:
-        """Aligns all clocks that messages connect with ``reference``; None: the one with most messages.
+    def solve(self, reference: Clock) -> Alignment | None:
+        """Aligns all clocks that messages connect with ``reference``.
 
         Returns:
             None if there is no message between different clocks.
         """
         if not self._best:
             return None
-        if reference is None:
-            reference = self._busiest()
         coarse = self._coarse(reference)
         return _Solver(reference, coarse, self._best).solve()
-
-    def _busiest(self) -> Clock:
-        counts: defaultdict[Clock, int] = defaultdict(int)
-        for (source, target), samples in self._best.items():
-            counts[source] += len(samples)
-            counts[target] += len(samples)
-        return max(sorted(counts), key=counts.__getitem__)
 
     def _coarse(self, reference: Clock) -> dict[Clock, float]:
         """One offset for each clock, by the quickest messages of all times: good enough to sort into bins."""

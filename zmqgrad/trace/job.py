@@ -115,7 +115,7 @@ class Job:
         if len(clocks) == 1:
             return
         estimator = OffsetEstimator()
-        for message in Pairing(self._merged(), aligned=False).run():
+        for message in Pairing(aligned=False).run(self._merged()):
             source, target = message.source, message.target
             if source is None or target is None or not message.message_id or message.kind in REPEATED:
                 continue
@@ -228,13 +228,13 @@ class Job:
 
         No message is received before it was sent: within the error of the clocks, the receive is moved.
         """
-        for message in Pairing(self._merged()).run():
+        for message in Pairing().run(self._merged()):
             self._find_ends(message)
             yield message
 
     def calls(self) -> Iterator[Call]:
         """All requests that have a reply by their type, each when it is complete; open ones come last."""
-        for call in Assembly(self._merged()).run():
+        for call in Assembly().run(self._merged()):
             self._find_ends(call.request)
             yield call
 

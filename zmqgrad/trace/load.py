@@ -128,7 +128,7 @@ class Load:
     def __init__(self) -> None:
         self.newest = 0
         self._first: int | None = None
-        self._calls = Assembly(iter(()))
+        self._calls = Assembly()
         self._slots: deque[_Slot] = deque()
         self._states: dict[int, _State] = {}
         self._dropped: dict[int, int] = {}

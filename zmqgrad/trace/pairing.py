@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -20,18 +20,15 @@ Key = tuple[int, ...]
 _T = TypeVar("_T")
 
 
-class Open(Generic[_T]):
+class Open(dict[Key, _T]):
     """Incomplete things by key, at most ``MAX_OPEN``; the oldest make room."""
-
-    def __init__(self) -> None:
-        self.items: dict[Key, _T] = {}
 
     def evict(self) -> list[_T]:
         """Removes the older half if there are too many."""
-        if len(self.items) <= MAX_OPEN:
+        if len(self) <= MAX_OPEN:
             return []
-        keys = list(itertools.islice(self.items, MAX_OPEN // 2))
-        return [self.items.pop(key) for key in keys]
+        keys = list(itertools.islice(self, MAX_OPEN // 2))
+        return [self.pop(key) for key in keys]
 
 
 class Pairing:
@@ -41,9 +38,8 @@ class Pairing:
         aligned: whether times are of one clock, so that no message may arrive before it left.
     """
 
-    def __init__(self, entries: Iterator[Entry], aligned: bool = True) -> None:
+    def __init__(self, aligned: bool = True) -> None:
         self._aligned = aligned
-        self._entries = entries
         self._sent: Open[Message] = Open()
         self._received: Open[Message] = Open()
         self._published: dict[Key, Message] = {}
@@ -51,10 +47,10 @@ class Pairing:
         self._counts: dict[Key, int] = {}
         self._name_keys: dict[str, int] = {}
 
-    def run(self) -> Iterator[Message]:
-        """Yields the messages."""
+    def run(self, entries: Iterable[Entry]) -> Iterator[Message]:
+        """Yields the messages of ``entries``."""
         add = self.add
-        for entry in self._entries:
+        for entry in entries:
             kind = type(entry[3])
             if kind is MessageSent or kind is MessageReceived:
                 yield from add(entry)
@@ -73,11 +69,11 @@ class Pairing:
             return self._notification(time, actor, event, outgoing, names)
         key = self._key(actor, event, outgoing, names)
         ours, theirs = (self._sent, self._received) if outgoing else (self._received, self._sent)
-        message = theirs.items.pop(key, None)
+        message = theirs.pop(key, None)
         if message is not None:
             self._complete(message, time, actor, event, outgoing, names)
             return (message,)
-        message = ours.items[key] = _end_of(time, actor, event, outgoing, names)
+        message = ours[key] = _end_of(time, actor, event, outgoing, names)
         if event.kind & REQUEST or actor.role is not Role.WORKER:
             message.requester = key[0]
         elif event.kind & RESPONSE:
@@ -148,7 +144,7 @@ class Pairing:
     def overdue(self, before: int) -> list[Message]:
         """Gives up on messages of which one end was recorded before this time, and returns them."""
         found = []
-        for ends in (self._sent.items, self._received.items):
+        for ends in (self._sent, self._received):
             # They are nearly in order, so the first that is recent ends the search.
             keys = itertools.takewhile(lambda key: ends[key].time < before, ends)  # noqa: B023
             found += [ends.pop(key) for key in list(keys)]
@@ -156,8 +152,8 @@ class Pairing:
 
     def rest(self) -> Iterator[Message]:
         """Yields the messages of which only one end was recorded."""
-        yield from self._sent.items.values()
-        yield from self._received.items.values()
+        yield from self._sent.values()
+        yield from self._received.values()
 
 
 def _end_of(time: int, actor: Actor, event: MessageEvent, outgoing: bool, names: Declared) -> Message:

@@ -11,6 +11,7 @@ Needs the extra ``zmqgrad[prometheus]``. A trace that is recorded (ZMQGRAD_TRACE
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 from wsgiref.simple_server import WSGIServer
 
@@ -84,10 +85,9 @@ class _CountingTracer:
     """Implements :class:`~zmqgrad.transport.tap.Tracer`; what it does not count, ``inner`` alone gets."""
 
     def __init__(self, metrics: Metrics, identity: Identity, inner: Tracer | None) -> None:
-        self._inner = inner
-        self._inner_tap = inner.tap if inner is not None else _ignore
-        self.records_arguments = inner is not None and inner.records_arguments
-        self.records_heartbeats = inner is not None and inner.records_heartbeats
+        self._inner: Any = inner or _NoTracer()
+        self.records_arguments = self._inner.records_arguments
+        self.records_heartbeats = self._inner.records_heartbeats
         self.tap = tapping.observer(self._count)
         self._metrics = metrics
         is_worker = identity.role == tapping.WORKER
@@ -104,7 +104,7 @@ class _CountingTracer:
         self._lost = metrics.lost.labels(self._name)
 
     def __getattr__(self, name: str) -> Any:
-        return _ignore if self._inner is None else getattr(self._inner, name)
+        return getattr(self._inner, name)
 
     def _count(self, tapped: Tapped) -> None:
         """Counts a message."""
@@ -113,7 +113,7 @@ class _CountingTracer:
         messages.inc()
         size.inc(tapped.size)
         self._measure(tapped, (tapped.peer, tapped.envelope.message_id))
-        self._inner_tap(*tapped)
+        self._inner.tap(*tapped)
 
     def _make(self, kind: int, outgoing: bool) -> tuple[Any, Any]:
         labels = self._name, type_name(kind), "sent" if outgoing else "received"
@@ -142,38 +142,35 @@ class _CountingTracer:
         return known
 
     def request_started(self, peer: int, message_id: int) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._queued.discard((peer, message_id))
         self._running.inc()
-        if self._inner is not None:
-            self._inner.request_started(peer, message_id)
+        self._inner.request_started(peer, message_id)
 
     def request_finished(self, peer: int, message_id: int, failed: bool) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._running.dec()
         if failed:
             self._failed.inc()
-        if self._inner is not None:
-            self._inner.request_finished(peer, message_id, failed)
+        self._inner.request_finished(peer, message_id, failed)
 
     def peer_lost(self, peer: int, reason: str) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._lost.inc()
         for key in [key for key in list(self._queued) if key[0] == peer]:
             self._queued.discard(key)
-        if self._inner is not None:
-            self._inner.peer_lost(peer, reason)
+        self._inner.peer_lost(peer, reason)
 
     def close(self) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._queued.clear()
         self._sent.clear()
-        if self._inner is not None:
-            self._inner.close()
+        self._inner.close()
 
 
-def _ignore(*_args: object) -> None:
-    pass
+class _NoTracer:
+    """A tracer that does nothing."""
+
+    records_arguments = records_heartbeats = False
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        return lambda *_: ""
 
 
 def count(registry: CollectorRegistry | None = None) -> CollectorRegistry:

@@ -85,10 +85,10 @@ class Replies:
             return Line(message)
         key = (message.requester, message.message_id)
         if message.kind & REQUEST:
-            self._requests.items[key] = message
+            self._requests[key] = message
             self._requests.evict()
         elif message.kind & RESPONSE:
-            request = self._requests.items.pop(key, None)
+            request = self._requests.pop(key, None)
             if request is not None:
                 message.name = message.name or request.name
                 message.context = message.context or request.context
@@ -101,7 +101,7 @@ class LiveMessages:
     """Pairs messages while they are recorded."""
 
     def __init__(self) -> None:
-        self._pairing = Pairing(iter(()))
+        self._pairing = Pairing()
         self._replies = Replies()
         self._newest = 0
 

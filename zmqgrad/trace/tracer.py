@@ -64,7 +64,7 @@ _WITH_CONTEXT = frozenset(k for k, struct in BY_TYPE.items() if "context_id" in 
 
 
 class Tracer:
-    """Records the events of one actor; implements :class:`~zmqgrad.transport.tap.Tracer`."""
+    """Records the events of one actor; :class:`~zmqgrad.transport.tap.Tracer` documents the methods."""
 
     def __init__(self, recorder: Recorder, actor: int, identity: Identity) -> None:
         self._is_worker = identity.role == tapping.WORKER
@@ -137,12 +137,10 @@ class Tracer:
             self._queue.append(row)
 
     def request_started(self, peer: int, message_id: int) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         thread = self._threads.number or self._recorder.declare_thread()
         self._active.requests[thread, self._actor, peer, message_id] = now()
 
     def request_finished(self, peer: int, message_id: int, failed: bool) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
         begun, ended = self._active.requests.pop(key, None), now()
         if begun is None:  # the begin is in the log, or was before the recording
@@ -153,17 +151,14 @@ class Tracer:
     def request_described(
         self, message_id: int, function: str, args: Sequence[Any] | None, kwargs: Any
     ) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         shown = show_arguments(args or (), kwargs or {}) if self.records_arguments else ""
         self._add(Tag.REQUEST_DESCRIBED, message_id, function[:MAX_NAME_CHARACTERS], shown)
 
     def wait_begun(self, peer: int, message_id: int) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         thread = self._threads.number or self._recorder.declare_thread()
         self._active.waits[thread, self._actor, peer, message_id] = now()
 
     def wait_ended(self, peer: int, message_id: int, failed: bool) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
         begun, ended = self._active.waits.pop(key, None), now()
         if begun is None:  # as above
@@ -172,57 +167,45 @@ class Tracer:
             self._append((_WAITED, begun, *key, ended - begun, failed))
 
     def context_created(self, context: int) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(Tag.CONTEXT_CREATED, context)
 
     def context_released(self, context: int) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(Tag.CONTEXT_RELEASED, context)
 
     def pass_started(self, context: int, pass_id: int) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(Tag.PASS_STARTED, context, pass_id)
 
     def pass_finished(self, context: int, pass_id: int, failed: bool) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(Tag.PASS_FINISHED, context, pass_id, failed)
 
     def group_executed(
         self, began: int, context: int, pass_id: int, sends: Sequence[int], recvs: Sequence[tuple[int, int]]
     ) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
         self._append((Tag.GROUP_EXECUTED, began, thread, self._actor, context, pass_id, took, sends, recvs))
 
     def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(Tag.RENDEZVOUS, round_number, action, participants, waiting)
 
     def heartbeat(self, peer: int, outgoing: bool) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(Tag.HEARTBEAT, peer, outgoing)
 
     def watch_usage(self, measure: Callable[[], Usage]) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._recorder.measures[self._actor] = weakref.WeakMethod(measure)
 
     def peer_lost(self, peer: int, reason: str) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(Tag.PEER_LOST, peer, reason[:MAX_NAME_CHARACTERS])
 
     def request_stacks(self) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         try:
             stacks.request_stacks(self._recorder.directory)
         except TraceError as e:
             logger.debug("%s", e)
 
     def locate(self, peer: int, message_id: int, context: int = 0) -> str:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         return self._requests.locate(peer, self._incarnations.get(peer, 0), message_id, context)
 
     def close(self) -> None:
-        """As :class:`~zmqgrad.transport.tap.Tracer`."""
         if not self._closed:
             self._closed = True
             self._recorder.detach(self._actor)
