@@ -20,7 +20,6 @@ from zmqgrad.trace import Job
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.report import data, render
-from zmqgrad.trace.report.activity import OPEN
 from zmqgrad.trace.report.data import Report
 from zmqgrad.wire.messages import MessageType
 
@@ -134,7 +133,7 @@ def test_workers_that_wait_for_each_other_are_a_deadlock(tmp_path: Path) -> None
     report = Report(Job(tmp_path))
     assert report.findings[0].severity == "problem"
     assert report.findings[0].title == "Deadlock: w0 -> w1 -> w0"
-    assert [w.state for w in report.activity.waits] == [OPEN, OPEN]
+    assert [w.until for w in report.activity.waits] == [None, None]
     assert "warning: 2 calls without a reply" in titles(tmp_path)
     assert "note: 2 workers did not shut down" in titles(tmp_path)
 

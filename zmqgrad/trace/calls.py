@@ -67,14 +67,14 @@ class Assembly:
         if not message.message_id or message.kind in REPEATED:
             return ()
         if message.kind & REQUEST:
-            key = (message.requester, message.message_id)
+            key = message.key
             call = self._open[key] = Call(message, self._replies.pop(key, None))
             call.function = message.name
             for entry in self._early.pop(key, ()):
                 _apply(call, entry)
             return [*self._complete(key, call), *self._open.evict()]
         if message.kind & RESPONSE:
-            key = (message.requester, message.message_id)
+            key = message.key
             call_open = self._open.get(key)
             if call_open is not None:
                 call_open.reply = message

@@ -114,6 +114,11 @@ class Message(msgspec.Struct, eq=False):
         return type_name(self.kind)
 
     @property
+    def key(self) -> tuple[int, int]:
+        """The requester and the message id, by which a request and its reply belong together."""
+        return self.requester, self.message_id
+
+    @property
     def time(self) -> int:
         """When it was sent; when it was received if the send was not recorded."""
         return self.sent if self.sent is not None else self.received or 0

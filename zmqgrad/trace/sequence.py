@@ -158,7 +158,7 @@ def _descendants(root: Call, calls: Sequence[Call]) -> list[Call]:
             key = (id(call.request.source.process), call.request.sender_thread)
             by_thread.setdefault(key, []).append(call)
     found = [root]
-    seen = {_identity(root)}
+    seen = {root.request.key}
     for parent in found:
         target = parent.request.target
         if target is None or parent.started is None:
@@ -166,14 +166,10 @@ def _descendants(root: Call, calls: Sequence[Call]) -> list[Call]:
         for call in by_thread.get((id(target.process), parent.thread), ()):
             sent = call.request.sent or 0
             inside = parent.started <= sent and (parent.finished is None or sent <= parent.finished)
-            if inside and _identity(call) not in seen:
-                seen.add(_identity(call))
+            if inside and call.request.key not in seen:
+                seen.add(call.request.key)
                 found.append(call)
     return found
-
-
-def _identity(call: Call) -> tuple[int, int]:
-    return (call.request.requester, call.request.message_id)
 
 
 def _call_steps(call: Call) -> Iterable[Step]:

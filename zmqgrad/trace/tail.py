@@ -83,12 +83,11 @@ class Replies:
         """The line of ``message``; requests must come before their replies."""
         if not message.message_id or message.kind in REPEATED:
             return Line(message)
-        key = (message.requester, message.message_id)
         if message.kind & REQUEST:
-            self._requests[key] = message
+            self._requests[message.key] = message
             self._requests.evict()
         elif message.kind & RESPONSE:
-            request = self._requests.pop(key, None)
+            request = self._requests.pop(message.key, None)
             if request is not None:
                 message.name = message.name or request.name
                 message.context = message.context or request.context

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, key_of, most_common
+from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, most_common
 from zmqgrad.trace.findings.load import Load
 from zmqgrad.trace.labels import ends, show_time
 from zmqgrad.trace.model import Call, Message
@@ -29,7 +29,7 @@ def failing_calls(load: Load) -> Iterator[Finding]:
             tuple(places),
             failed[0].request.sent,
             {"function": function, "failed": len(failed), "calls": count},
-            key_of(failed[0]),
+            failed[0].request.key,
         )
 
 
@@ -45,7 +45,7 @@ def slow_calls(load: Load) -> Iterator[Finding]:
             (source, target),
             call.request.sent,
             {"seconds": nanoseconds / 1e9},
-            key_of(call),
+            call.request.key,
         )
 
 

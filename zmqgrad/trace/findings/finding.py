@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-from zmqgrad.trace.model import Call
-
 SHOWN = 5
 """How many calls, waits and functions are named."""
 
@@ -38,11 +36,6 @@ class Finding(msgspec.Struct, frozen=True):
     time: int | None = None
     evidence: dict[str, Any] = {}
     message: tuple[int, int] | None = None
-
-
-def key_of(call: Call) -> tuple[int, int]:
-    """By which the request of ``call`` is found among messages."""
-    return call.request.requester, call.request.message_id
 
 
 def most_common(counts: Mapping[str, int]) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from zmqgrad.trace.cycles import blocked_by, find_cycles
-from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, key_of, most_common
+from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, most_common
 from zmqgrad.trace.kinds import PROGRAM_CALLS
 from zmqgrad.trace.labels import actor_label, show_time, tidy
 from zmqgrad.trace.model import Actor
@@ -39,7 +39,7 @@ def deadlocks(waits: Waits) -> Iterator[Finding]:
                 "seconds": min(wait.duration(waits.now) for wait in cycle) / 1e9,
                 "waits": len(cycle) + len(more),
             },
-            next((key_of(wait.call) for wait in cycle if wait.call is not None), None),
+            next((wait.call.request.key for wait in cycle if wait.call is not None), None),
         )
 
 
@@ -71,7 +71,7 @@ def long_waits(waits: Waits) -> Iterator[Finding]:
             (actor_label(wait.waiter),),
             wait.since,
             {"seconds": wait.duration(waits.now) / 1e9},
-            key_of(wait.call) if wait.call is not None else None,
+            wait.call.request.key if wait.call is not None else None,
         )
 
 
@@ -96,7 +96,7 @@ def unanswered_calls(waits: Waits, *, is_live: bool) -> Iterator[Finding]:
             + (f" The deadlock explains {count} of them." if count else ""),
             time=calls[0].request.sent,
             evidence={"calls": len(calls)},
-            message=key_of(calls[0]),
+            message=calls[0].request.key,
         )
 
 
@@ -113,5 +113,5 @@ def longest_waits(waits: Waits) -> Iterator[Finding]:
             (actor_label(wait.waiter),),
             wait.since,
             {"seconds": wait.duration(waits.now) / 1e9},
-            key_of(wait.call) if wait.call is not None else None,
+            wait.call.request.key if wait.call is not None else None,
         )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 
-from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, key_of
+from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted
 from zmqgrad.trace.findings.load import Load
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import show_time
@@ -61,5 +61,5 @@ def hot_workers(load: Load, job: Job) -> Iterator[Finding]:
             (worker.name,),
             first,
             {"share": share, "calls": len(queued), "at_a_time": at_a_time, "p90": high, "lost": lost},
-            key_of(load.longest_queued[worker][1]),
+            load.longest_queued[worker][1].request.key,
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from zmqgrad.trace.findings.finding import Finding, Severity, key_of
+from zmqgrad.trace.findings.finding import Finding, Severity
 from zmqgrad.trace.findings.load import Load
 from zmqgrad.trace.labels import show_time
 from zmqgrad.trace.model import Actor
@@ -49,7 +49,7 @@ def stragglers(load: Load) -> Iterator[Finding]:
             (worker.name,),
             load.span[worker][0],
             {"function": function, "median": own, "others": usual, "calls": count, "lost": lost},
-            key_of(load.longest_run[function, worker][1]),
+            load.longest_run[function, worker][1].request.key,
         )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from zmqgrad.trace.events import GroupExecuted, PassFinished, SendRecorded
-from zmqgrad.trace.findings.finding import Finding, Severity, counted, key_of, most_common
+from zmqgrad.trace.findings.finding import Finding, Severity, counted, most_common
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import show_time, size, tidy
 from zmqgrad.trace.model import Actor, Call, Stamped
@@ -79,7 +79,7 @@ def unused_sends(job: Job, sends: Sends) -> Iterator[Finding]:
         "Detach them, or do not send them: " + most_common(pairs),
         tuple(sorted({actor.name for actor, _ in unused})),
         evidence={"sends": len(unused), "contexts": len(contexts), "failed": failed},
-        message=next((key_of(calls[key]) for each in unused if (key := _call_key(*each)) in calls), None),
+        message=next((calls[key].request.key for each in unused if (key := _call_key(*each)) in calls), None),
     )
 
 

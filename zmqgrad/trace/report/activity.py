@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-import msgspec
-
 from zmqgrad.trace.contexts import Contexts
 from zmqgrad.trace.events import (
     Event,
@@ -21,31 +19,11 @@ from zmqgrad.trace.events import (
 )
 from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Process, Stamped
-from zmqgrad.trace.places import thread_label
 from zmqgrad.trace.report.columns import HAS_FAILED, NO_ROW, Actors, Messages
-from zmqgrad.trace.waits import Wait as FullWait
-from zmqgrad.trace.waits import WaitPairs
-
-ENDED, FAILED, OPEN = 0, 1, 2
-"""How a wait ended: with a reply, without, or not as far as the trace shows."""
+from zmqgrad.trace.waits import Wait, WaitPairs
 
 MAX_STACKS = 2_000
 """How many recorded stacks are kept: the latest."""
-
-
-class Wait(msgspec.Struct, gc=False):
-    """A thread of ``actor`` waited for worker ``peer``; ``row`` is the request, -1 for a backward pass.
-
-    A row of the page: smaller than a :class:`zmqgrad.trace.waits.Wait`, of which few are kept.
-    """
-
-    actor: int
-    peer: int
-    thread: str
-    begun: int
-    ended: int
-    state: int
-    row: int
 
 
 class Activity:
@@ -60,18 +38,18 @@ class Activity:
         self._incarnations: dict[tuple[int, int], int] = {}
         self.stacks: deque[tuple[int, Process, StackDumped]] = deque(maxlen=MAX_STACKS)
         self._pairs = WaitPairs()
-        last = 0
+        self.last = 0
+        """The time of the last event."""
         for stamped in events:
             time, process, actor, event = stamped
-            last = max(last, time)
+            self.last = max(self.last, time)
             self.contexts.add(stamped)
             if actor is not None:
                 self._add(time, actor, event)
             elif isinstance(event, StackDumped):
                 self.stacks.append((time, process, event))
-        for wait in self._pairs.rest():
-            self._add_wait(wait, last)
-        self.waits.sort(key=lambda w: w.begun)
+        self.waits += self._pairs.rest()
+        self.waits.sort(key=lambda w: w.since)
 
     def _add(self, time: int, actor: Actor, event: Event) -> None:
         if isinstance(event, (RequestStarted, RequestFinished)):
@@ -84,7 +62,7 @@ class Activity:
         elif isinstance(event, (WaitBegun, WaitEnded)):
             wait = self._pairs.add(time, actor, event)
             if wait is not None:
-                self._add_wait(wait, time)
+                self.waits.append(wait)
         elif isinstance(event, SendRecorded):
             self.send_rows[event.autograd_id] = self._row_of_send(actor, event)
 
@@ -113,12 +91,6 @@ class Activity:
                     messages.name[each] = messages.names[tidy(event.function)]
         if event.arguments:
             messages.arguments[row] = event.arguments
-
-    def _add_wait(self, wait: FullWait, until: int) -> None:
-        row = self._messages.requests.get((wait.waiter.incarnation, wait.message_id), NO_ROW)
-        own, peer = self._actors.number(wait.waiter), self._actors.worker(wait.rank)
-        state = OPEN if wait.until is None else FAILED if wait.failed else ENDED
-        self.waits.append(Wait(own, peer, thread_label(wait), wait.since, until, state, row))
 
     def _row_of_send(self, actor: Actor, event: SendRecorded) -> int:
         """The row of the message in which the tensors were sent."""

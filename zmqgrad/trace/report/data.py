@@ -36,6 +36,9 @@ MAX_CONTEXTS = 200
 MAX_GROUPS = 20_000
 """Contexts, and groups of them, of which the page draws the graph: the first ones."""
 
+OPEN = 2
+"""The state of a wait that has not ended; 0: it got its reply, 1: it did not."""
+
 MAX_PLACES = 1_000
 """How many stuck waits are explained."""
 
@@ -118,16 +121,18 @@ class Report:
         }
 
     def _wait_columns(self) -> dict[str, array[int]]:
-        waits = self.activity.waits
-        threads = self.messages.threads
+        waits, last = self.activity.waits, self.activity.last
+        requests, threads = self.messages.requests, self.messages.threads
         return {
-            "waitBegun": self._ticks([w.begun for w in waits]),
-            "waitTime": array("I", [min((w.ended - w.begun) // self._tick, MAX_UINT32) for w in waits]),
-            "waitActor": array("h", [w.actor for w in waits]),
-            "waitPeer": array("h", [w.peer for w in waits]),
-            "waitState": array("B", [w.state for w in waits]),
-            "waitRow": array("i", [w.row for w in waits]),
-            "waitThread": array("H", [threads[w.thread] & 0xFFFF for w in waits]),
+            "waitBegun": self._ticks(w.since for w in waits),
+            "waitTime": array("I", [min(w.duration(last) // self._tick, MAX_UINT32) for w in waits]),
+            "waitActor": array("h", [self.actors.number(w.waiter) for w in waits]),
+            "waitPeer": array("h", [self.actors.worker(w.rank) for w in waits]),
+            "waitState": array("B", [OPEN if w.until is None else int(w.failed) for w in waits]),
+            "waitRow": array(
+                "i", [requests.get((w.waiter.incarnation, w.message_id), NO_ROW) for w in waits]
+            ),
+            "waitThread": array("H", [threads[thread_label(w)] & 0xFFFF for w in waits]),
         }
 
     def _ticks(self, times: Iterable[int]) -> array[int]:
@@ -191,10 +196,10 @@ class Report:
 
     def _places(self, texts: Numbering) -> dict[int, list[int]]:
         """Where the requests are that the stuck waits wait for, in words; by the number of the wait."""
-        numbers = {(w.actor, w.thread, w.begun): i for i, w in enumerate(self.activity.waits)}
+        numbers = {(w.waiter, w.thread, w.since): i for i, w in enumerate(self.activity.waits)}
         places: dict[int, list[int]] = {}
         for wait in self._waits.stuck()[:MAX_PLACES]:
-            number = numbers.get((self.actors.number(wait.waiter), thread_label(wait), wait.since))
+            number = numbers.get((wait.waiter, wait.thread, wait.since))
             if number is not None and wait.is_blocking:
                 places.setdefault(number, []).append(texts[locate(wait, self._waits)])
         return places
