@@ -1,7 +1,7 @@
 """One HTML page with all that a trace tells: overview, timeline, latencies, traffic, autograd, waits.
 
 ``columns`` and ``activity`` read a job, ``findings`` names what stands out, ``data`` packs it, ``page`` makes
-the HTML, and ``page.js`` shows it. The timeline is a canvas of our own, which zooms through a million
+the HTML, and ``script`` shows it. The timeline is a canvas of our own, which zooms through a million
 messages; all other charts are plotly's.
 """
 

@@ -10,6 +10,9 @@ from zmqgrad.errors import TraceError
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.report.data import Report
 
+_SCRIPTS = ("data.js", "filter.js", "timeline.js", "details.js", "charts.js", "page.js")
+"""In their order: the last one begins to show the page."""
+
 
 def render(job: Job, *, since: float = 0.0, until: float = float("inf")) -> bytes:
     """Renders the report of ``job`` as HTML.
@@ -38,7 +41,7 @@ def _page(data: bytes, charts: bytes) -> bytes:
     page = files.joinpath("page.html").read_bytes()
     for name, content in (
         ("page.css", files.joinpath("page.css").read_bytes()),
-        ("page.js", files.joinpath("page.js").read_bytes()),
+        ("script", b"".join(files.joinpath("script").joinpath(name).read_bytes() for name in _SCRIPTS)),
         ("data", _pack(data)),
         ("charts", _pack(charts)),
     ):
