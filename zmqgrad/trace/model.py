@@ -66,7 +66,7 @@ class Process(msgspec.Struct, eq=False):
         return self.info.wall - self.info.monotonic
 
     def thread_name(self, number: int) -> str:
-        """The name of a thread."""
+        """The name of thread ``number``."""
         declared = self.threads.get(number)
         return declared.name if declared is not None else f"thread {number}"
 
@@ -120,7 +120,7 @@ class Message(msgspec.Struct, eq=False):
 
     @property
     def time(self) -> int:
-        """When it was sent; when it was received if the send was not recorded."""
+        """The time at which it was sent; of its receive if the send was not recorded."""
         return self.sent if self.sent is not None else self.received or 0
 
     @property

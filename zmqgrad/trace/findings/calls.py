@@ -34,6 +34,7 @@ def failing_calls(load: Load) -> Iterator[Finding]:
 
 
 def slow_calls(load: Load) -> Iterator[Finding]:
+    """The slowest call of each of the slowest functions."""
     slowest = sorted(load.slowest.items(), key=lambda item: -item[1][0])
     for function, (nanoseconds, call) in slowest[:SHOWN]:
         source, target = ends(call.request)

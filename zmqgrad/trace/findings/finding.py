@@ -39,10 +39,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def most_common(counts: Mapping[str, int]) -> str:
+    """The largest of these counts as text."""
     most = Counter(counts).most_common(SHOWN)
     rest = len(counts) - len(most)
     return ", ".join(f"{name} ({count})" for name, count in most) + (f", and {rest} more" if rest else "")
 
 
 def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural if need be."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

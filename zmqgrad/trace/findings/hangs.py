@@ -21,6 +21,7 @@ ABOUT_WAITS = frozenset(("deadlock", "open wait", "failed wait", "unanswered cal
 
 
 def deadlocks(waits: Waits) -> Iterator[Finding]:
+    """Cycles of waits, each with what to do about it."""
     for cycle in find_cycles(waits):
         names = tuple(actor_label(wait.waiter) for wait in cycle)
         more = blocked_by(cycle, waits)
@@ -60,6 +61,7 @@ def _sentence(wait: Wait, waits: Waits) -> str:
 
 
 def long_waits(waits: Waits) -> Iterator[Finding]:
+    """Waits of no cycle that last long, or that failed."""
     cyclic = {id(wait) for cycle in find_cycles(waits) for wait in [*cycle, *blocked_by(cycle, waits)]}
     rest = [w for w in waits.stuck() if id(w) not in cyclic and w.duration(waits.now) > STUCK_NANOSECONDS]
     for wait in sorted(rest, key=lambda w: -w.duration(waits.now))[:SHOWN]:
@@ -101,6 +103,7 @@ def unanswered_calls(waits: Waits, *, is_live: bool) -> Iterator[Finding]:
 
 
 def longest_waits(waits: Waits) -> Iterator[Finding]:
+    """The longest waits that ended well, one for each worker and function."""
     longest: dict[tuple[Actor, int, str], Wait] = {}
     for wait in waits.ended:
         longest.setdefault((wait.waiter, wait.rank, wait.function), wait)

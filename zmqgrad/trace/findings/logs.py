@@ -96,6 +96,7 @@ def lost_workers(job: Job, missed: Missed) -> Iterator[Finding]:
 
 
 def still_running(job: Job) -> Iterator[Finding]:
+    """Workers without a shutdown in their logs."""
     names = tuple(worker.name for worker in job.workers() if worker.stopped is None)
     if names:
         yield Finding(
@@ -108,6 +109,7 @@ def still_running(job: Job) -> Iterator[Finding]:
 
 
 def gaps(job: Job) -> Iterator[Finding]:
+    """Logs left out or damaged, events dropped, clocks whose offset is uncertain."""
     if job.unreadable:
         yield Finding(
             "unreadable log",

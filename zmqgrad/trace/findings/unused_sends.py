@@ -47,6 +47,7 @@ class Sends:
 
 
 def unused_sends(job: Job, sends: Sends) -> Iterator[Finding]:
+    """Sends without a gradient, with what they cost."""
     unused, ended = sends.unused(), sends.ended
     if not unused:
         return
