@@ -37,7 +37,6 @@ class Requester(Protocol):
     @property
     def request(self) -> Callable[..., Any]:
         """:meth:`zmqgrad.rpc.client.Client.request`."""
-        ...
 
 
 class ReliableSender:

@@ -16,7 +16,6 @@ class ManagedPool(Protocol):
 
     def blocked(self) -> Any:
         """Returns a context manager for the wait."""
-        ...
 
 
 class _ThreadState(threading.local):

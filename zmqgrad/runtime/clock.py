@@ -31,7 +31,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Returns seconds since some fixed moment. Never decreases."""
-        ...
 
 
 class MonotonicClock:

@@ -36,19 +36,15 @@ class Source(Protocol):
 
     def wait_for_lead(self) -> bool:
         """Blocks until the calling thread is the leader. Returns False if the source was closed."""
-        ...
 
     def read(self) -> Task | None:
         """Blocks until there is a task, and returns it; None if the source was closed. Leader only."""
-        ...
 
     def try_lead(self) -> bool:
         """Makes the calling thread the leader if there is none. Returns whether it leads. Never blocks."""
-        ...
 
     def promote(self) -> None:
         """Gives up the lead: the next task makes a follower the leader. Called by the leader, or at first."""
-        ...
 
 
 class ThreadPool:

@@ -32,7 +32,6 @@ class Queues(Container[str], Sized, Protocol):
 
     def get(self, name: str, default: Sized, /) -> Sized:
         """The items of queue ``name``, or ``default``; only the length is meaningful."""
-        ...
 
 
 class Recorder(Protocol):
@@ -40,19 +39,15 @@ class Recorder(Protocol):
 
     def put(self, key: str, value: bytes) -> None:
         """``key`` was set."""
-        ...
 
     def delete(self, key: str) -> None:
         """``key`` was deleted."""
-        ...
 
     def push(self, name: str, item: Item) -> None:
         """``item`` was pushed to the queue ``name``."""
-        ...
 
     def delivered(self, item: Item) -> None:
         """``item`` has left its queue for good."""
-        ...
 
 
 class Storage(Protocol):

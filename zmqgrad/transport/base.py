@@ -77,20 +77,16 @@ class ReplyChannel(Protocol):
     @property
     def number(self) -> int:
         """The channel number in the envelope of a request; never 0."""
-        ...
 
     def receive(self, seconds: float | None) -> Inbound | None:
         """Returns the next message; None after ``seconds`` (None: no limit) or a wake-up without one."""
-        ...
 
     def wake(self) -> None:
         """Makes :meth:`receive` return. From any thread."""
-        ...
 
     @property
     def release(self) -> Callable[[], None]:
         """Returns the channel to its mailbox. Called by the thread that acquired it."""
-        ...
 
 
 class Timer(Protocol):
@@ -98,7 +94,6 @@ class Timer(Protocol):
 
     def call_later(self, seconds: float, job: Callable[[], None]) -> object:
         """Runs ``job`` in ``seconds``. Safe inside finalizers."""
-        ...
 
 
 class Mailbox(Protocol):
@@ -112,7 +107,6 @@ class Mailbox(Protocol):
     @property
     def endpoints(self) -> tuple[str, ...]:
         """The addresses at which peers reach this mailbox, best first."""
-        ...
 
     def start(
         self,
@@ -134,15 +128,12 @@ class Mailbox(Protocol):
             timer: runs periodic work; None: the mailbox starts one.
             on_idle: called before the reading thread blocks, so a handler can batch work.
         """
-        ...
 
     def acquire_channel(self, peer: int) -> ReplyChannel | None:
         """Returns a channel by which ``peer`` can reply to the calling thread; None if none is free."""
-        ...
 
     def acquire_idle_channels(self) -> Sequence[ReplyChannel]:
         """Acquires all idle channels, to be read and released."""
-        ...
 
     def send(
         self,
@@ -167,28 +158,21 @@ class Mailbox(Protocol):
             ClosedError: after :meth:`close`.
             UnknownPeerError: if the resolver does not know the peer.
         """
-        ...
 
     def monitor(self, peer: int) -> None:
         """Monitors ``peer`` by heartbeats, even if nothing was sent to it."""
-        ...
 
     def unmonitor(self, peer: int) -> None:
         """Undoes :meth:`monitor`. No effect on a peer to which messages were sent."""
-        ...
 
     def forget(self, peer: int) -> None:
         """Drops the connection to ``peer``; the next message resolves its address again."""
-        ...
 
     def close(self) -> None:
         """Stops sending and receiving; queued messages may be lost. Idempotent."""
-        ...
 
     def join(self, deadline: Deadline) -> list[str]:
         """Waits for threads and sockets to end. Returns the names of those that have not by ``deadline``."""
-        ...
 
     def statistics(self) -> dict[str, Any]:
         """Returns counters: messages and bytes in and out, malformed messages."""
-        ...

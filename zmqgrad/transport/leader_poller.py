@@ -27,23 +27,18 @@ class LeaderPoller(Protocol):
     def register(self, fd: int, mask: int) -> None:
         """Polls file descriptor ``fd`` for ``mask`` (``select.POLLIN``). From any thread; no effect after
         :meth:`close`."""
-        ...
 
     def unregister(self, fd: int) -> None:
         """Stops polling ``fd``, which must still be open."""
-        ...
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """Waits up to ``seconds`` (None: no limit); returns events as ``select.poll`` does. Leader only."""
-        ...
 
     def wait_for_lead(self) -> bool:
         """Blocks until the calling thread is the leader. Returns False if the poller was closed."""
-        ...
 
     def try_lead(self) -> bool:
         """Makes the calling thread the leader if there is none. Returns whether it leads. Never blocks."""
-        ...
 
     def promote(self, at_once: bool) -> None:
         """Gives up the lead: the next event makes one follower the leader; with ``at_once``, one is woken
@@ -51,11 +46,9 @@ class LeaderPoller(Protocol):
 
         Called by the leader, or before there is one.
         """
-        ...
 
     def close(self) -> None:
         """Makes all followers return. Called by the leader, or before there is one. Idempotent."""
-        ...
 
 
 def make_leader_poller(budget: SpinBudget | None = None) -> LeaderPoller:

@@ -33,11 +33,9 @@ class Watcher(Protocol):
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
         """Calls ``readable`` whenever the descriptor is readable. From any thread."""
-        ...
 
     def unwatch(self, fd: int) -> None:
         """Undoes :meth:`watch`."""
-        ...
 
 
 MAX_INCOMING = 1 << 17

@@ -105,7 +105,6 @@ class Tracer(Protocol):
     @property
     def tap(self) -> Tap:
         """Called with each message that is sent or received."""
-        ...
 
     def request_started(self, peer: int, message_id: int) -> None:
         """The calling thread begins to serve a request."""
@@ -171,7 +170,6 @@ class Tracer(Protocol):
         Returns:
             Empty if the logs at hand do not tell. Reads them, which takes up to 0.1 s.
         """
-        ...
 
     def close(self) -> None:
         """The traced object was closed."""
@@ -192,13 +190,11 @@ class Spans(Protocol):
 
     def call(self, function: str, caller: str, callee: str) -> OutgoingSpan:
         """The calling thread sends a call."""
-        ...
 
     def serve(
         self, traceparent: str, function: str, caller: str, callee: str
     ) -> AbstractContextManager[object]:
         """The calling thread runs the function of a call, whose caller sent ``traceparent``."""
-        ...
 
 
 spans: Spans | None = None
@@ -223,7 +219,6 @@ class Traced(Protocol):
 
     def identity(self) -> Identity:
         """Who it is."""
-        ...
 
 
 class Recorder(Protocol):
@@ -231,11 +226,9 @@ class Recorder(Protocol):
 
     def attach(self, identity: Identity) -> Tracer:
         """Returns the tracer of an object. Must not call back into this module."""
-        ...
 
     def in_child(self) -> Recorder | None:
         """Called in a forked child: returns the recorder of the child."""
-        ...
 
 
 _lock = threading.RLock()  # guards the next three

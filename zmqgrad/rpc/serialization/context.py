@@ -17,19 +17,15 @@ class References(Protocol):
 
     def fork(self, rref: Any) -> tuple[Any, ...]:
         """Create a fork of ``rref`` for the peer; returns the arguments of the peer's :meth:`adopt`."""
-        ...
 
     def unfork(self, fork: tuple[Any, ...]) -> None:
         """Undo ``fork``: its message will not be sent."""
-        ...
 
     def adopt(self, *fork: Any) -> Any:
         """Return the RRef of a received fork."""
-        ...
 
     def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
         """Release received forks (their first four items) that will not be adopted."""
-        ...
 
 
 class SerializationContext(NamedTuple):

@@ -40,11 +40,9 @@ class Registry(Protocol):
 
     def register(self, fd: int, mask: int, /) -> None:
         """Polls ``fd`` for ``mask`` (``select.POLLIN``)."""
-        ...
 
     def unregister(self, fd: int, /) -> None:
         """Stops polling ``fd``."""
-        ...
 
 
 class LocalListener:

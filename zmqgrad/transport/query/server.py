@@ -62,23 +62,18 @@ class Service(Protocol):
 
     def handle(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         """Replies to a query by :meth:`QueryServer.reply`, now or in a later call."""
-        ...
 
     def settle(self) -> None:
         """Called after a batch of queries, before the server waits for more."""
-        ...
 
     def do_due(self, now: float) -> float:
         """Does what was due by ``now``. Returns when something is due next; infinite for never."""
-        ...
 
     def stopping(self) -> None:
         """Called when the server stops, while it can still reply."""
-        ...
 
     def stopped(self) -> None:
         """Called at the end, even after an error: closes sockets made with the server's context."""
-        ...
 
 
 class QueryServer:

@@ -21,11 +21,9 @@ class Pinnable(Protocol):
 
     def pin(self, fork: Fork) -> bool:
         """Keep all blocks that are in use until ``unpin(fork)``. Returns whether there are any."""
-        ...
 
     def unpin(self, fork: Fork) -> None:
         """Drop what was kept for ``fork``, which has ended."""
-        ...
 
 
 _watched: weakref.WeakValueDictionary[int, Pinnable] = weakref.WeakValueDictionary()

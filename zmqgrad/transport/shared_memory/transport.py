@@ -42,7 +42,6 @@ class Send(Protocol):
 
     def __call__(self, peer: int, message: Message, message_id: int) -> None:
         """Queue ``message`` for ``peer``."""
-        ...
 
 
 class SharedMemoryTransport:
