@@ -60,9 +60,8 @@ def make_leader_poller(budget: SpinBudget | None = None) -> LeaderPoller:
     )
 
 
-class EpollLeaderPoller:
-    """A :class:`LeaderPoller` of two nested epolls: followers wait at the outer one, which contains the inner
-    one.
+class EpollLeaderPoller(LeaderPoller):
+    """Two nested epolls: followers wait at the outer one, which contains the inner one.
 
     The outer epoll is armed for one event (``EPOLLONESHOT``), so the kernel wakes one follower, and no other
     one before it is armed again.
@@ -84,19 +83,16 @@ class EpollLeaderPoller:
         self._outer.register(self._inner_fd, select.EPOLLONESHOT)
 
     def register(self, fd: int, mask: int) -> None:
-        """As :class:`LeaderPoller`."""
         with self._lock:
             if not self._inner.closed:
                 self._inner.register(fd, mask)
 
     def unregister(self, fd: int) -> None:
-        """As :class:`LeaderPoller`."""
         with self._lock:
             if not self._inner.closed:
                 self._inner.unregister(fd)
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
-        """As :class:`LeaderPoller`."""
         # Threads that wait for replies at their own channels need the processor next.
         spins = seconds is None and self._spin_budget is not None and not self._spin_budget.waiting
         ready = (spins and self._spinner.spin(self._inner.poll)) or self._inner.poll(seconds, MAX_EVENTS)
@@ -109,7 +105,6 @@ class EpollLeaderPoller:
         return [entry for entry in ready if entry[0] != self._eventfd]
 
     def wait_for_lead(self) -> bool:
-        """As :class:`LeaderPoller`."""
         with self._lock:
             self._waiting += 1
         while True:
@@ -126,7 +121,6 @@ class EpollLeaderPoller:
                     return True
 
     def try_lead(self) -> bool:
-        """As :class:`LeaderPoller`."""
         with self._lock:
             if self._has_leader or self._closed:
                 return False
@@ -137,7 +131,6 @@ class EpollLeaderPoller:
             return True
 
     def promote(self, at_once: bool) -> None:
-        """As :class:`LeaderPoller`."""
         with self._lock:  # else another thread could lead, and close, before it is armed
             self._arm(at_once)
 
@@ -150,7 +143,6 @@ class EpollLeaderPoller:
         self._outer.modify(self._inner_fd, select.EPOLLIN | select.EPOLLONESHOT)
 
     def close(self) -> None:
-        """As :class:`LeaderPoller`."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -169,8 +161,8 @@ class EpollLeaderPoller:
             os.close(self._eventfd)
 
 
-class PollLeaderPoller:
-    """A :class:`LeaderPoller` for systems without epoll: a follower becomes leader at once, and polls."""
+class PollLeaderPoller(LeaderPoller):
+    """For systems without epoll: a follower becomes leader at once, and polls."""
 
     def __init__(self) -> None:
         self._inner = select.poll()
@@ -180,16 +172,13 @@ class PollLeaderPoller:
         self._inner.register(self._wakeup.fd, select.POLLIN)
 
     def register(self, fd: int, mask: int) -> None:
-        """As :class:`LeaderPoller`."""
         self._inner.register(fd, mask)
         self._wakeup.set()  # a poll under way does not see a new descriptor
 
     def unregister(self, fd: int) -> None:
-        """As :class:`LeaderPoller`."""
         self._inner.unregister(fd)
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
-        """As :class:`LeaderPoller`."""
         ready = self._inner.poll(None if seconds is None else int(seconds * 1000))
         if (self._wakeup.fd, select.POLLIN) in ready:
             self._wakeup.clear()
@@ -197,14 +186,12 @@ class PollLeaderPoller:
         return ready
 
     def wait_for_lead(self) -> bool:
-        """As :class:`LeaderPoller`."""
         self._turns.acquire()
         if self._closed:
             self._turns.release()
         return not self._closed
 
     def try_lead(self) -> bool:
-        """As :class:`LeaderPoller`."""
         if not self._turns.acquire(blocking=False):
             return False
         if self._closed:
@@ -212,11 +199,9 @@ class PollLeaderPoller:
         return not self._closed
 
     def promote(self, at_once: bool) -> None:
-        """As :class:`LeaderPoller`."""
         self._turns.release()
 
     def close(self) -> None:
-        """As :class:`LeaderPoller`."""
         if not self._closed:
             self._closed = True
             self._wakeup.close()

@@ -30,7 +30,17 @@ from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
-from zmqgrad.transport.base import Frame, Handler, Inbound, OnIdle, OnLost, OnSuspected, Resolver, Timer
+from zmqgrad.transport.base import (
+    Frame,
+    Handler,
+    Inbound,
+    Mailbox,
+    OnIdle,
+    OnLost,
+    OnSuspected,
+    Resolver,
+    Timer,
+)
 from zmqgrad.transport.bind_policy import bind, tcp_address
 from zmqgrad.transport.bulk import split
 from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up_unbounded
@@ -73,7 +83,7 @@ NO_FRAMES = PreparedFrames(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
 
-class ZmqMailbox:
+class ZmqMailbox(Mailbox):
     """One worker's ROUTER and DEALERs. The constructor binds; :meth:`start` begins to receive.
 
     Args:
@@ -222,7 +232,6 @@ class ZmqMailbox:
         suspected: OnSuspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
-        """As :class:`~zmqgrad.transport.base.Mailbox`."""
         if lost is not None:
             self._lost = lost
             self._heartbeats = HeartbeatMonitor(
@@ -278,7 +287,6 @@ class ZmqMailbox:
         return self._channels.acquire() if peer in self._connections.same_host else None
 
     def acquire_idle_channels(self) -> Sequence[ReplyChannel]:
-        """As :class:`~zmqgrad.transport.base.Mailbox`."""
         return self._channels.acquire_idle()
 
     def send(
@@ -343,7 +351,6 @@ class ZmqMailbox:
             self._heartbeats.watch(peer, heartbeat)
 
     def monitor(self, peer: int) -> None:
-        """As :class:`~zmqgrad.transport.base.Mailbox`."""
         known = self._connections.resolve(peer).endpoints
         try:
             self._watch(peer, best_endpoint(known), known)
@@ -352,7 +359,6 @@ class ZmqMailbox:
                 self._lose(peer, str(e))
 
     def unmonitor(self, peer: int) -> None:
-        """As :class:`~zmqgrad.transport.base.Mailbox`."""
         connection = self._connections.to(peer)
         with connection.lock:  # opening a connection begins to monitor the peer, under the same lock
             if not connection.is_open and self._heartbeats is not None:
@@ -385,7 +391,6 @@ class ZmqMailbox:
             self._own_timer.close()
 
     def join(self, deadline: Deadline) -> list[str]:
-        """As :class:`~zmqgrad.transport.base.Mailbox`."""
         left = self._receiver.join(deadline)
         if self._heartbeats is not None:
             left += self._heartbeats.join(deadline)

@@ -97,6 +97,8 @@ class Receiver:
         self.malformed = 0
         socket.bind(self.inproc)
         self._poller = make_leader_poller(budget)
+        self.wait_for_lead, self.try_lead = self._poller.wait_for_lead, self._poller.try_lead
+        """As :class:`~zmqgrad.runtime.thread_pool.Source`."""
         self._router_fd = get_int(socket, zmq.FD)
         self._poller.register(self._router_fd, select.POLLIN)
         self._local = self._open_local(listen)
@@ -126,14 +128,6 @@ class Receiver:
         while (task := self.read()) is not None:
             self._reader = threading.get_ident()  # no thread reads meanwhile
             task()
-
-    def wait_for_lead(self) -> bool:
-        """As :class:`~zmqgrad.runtime.thread_pool.Source`."""
-        return self._poller.wait_for_lead()
-
-    def try_lead(self) -> bool:
-        """As :class:`~zmqgrad.runtime.thread_pool.Source`."""
-        return self._poller.try_lead()
 
     def promote(self) -> None:
         """As ``Source``. A follower is woken at once if there is a message already."""

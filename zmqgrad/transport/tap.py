@@ -302,5 +302,4 @@ def _in_child() -> None:
         _recorder = _recorder.in_child()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)

@@ -172,5 +172,4 @@ def _forget_channels() -> None:
         client.forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_channels)
+os.register_at_fork(after_in_child=_forget_channels)

@@ -136,5 +136,4 @@ def _forget_context() -> None:
     _lock, _context, _users = threading.Lock(), None, 0
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_context)
+os.register_at_fork(after_in_child=_forget_context)

@@ -68,6 +68,8 @@ class Subscriber:
         self._tasks: deque[Task] = deque()
         self._wakeup = Wakeup()
         self._poller = make_leader_poller()
+        self.wait_for_lead, self.try_lead = self._poller.wait_for_lead, self._poller.try_lead
+        """As :class:`Source`."""
         self._poller.register(self._wakeup.fd, select.POLLIN)
         self.tracer: Tracer | None = None
         tapping.register(self)
@@ -132,14 +134,6 @@ class Subscriber:
             close_client_socket(socket)
 
     # ---- a source of tasks ------------------------------------------------------------------------------
-
-    def wait_for_lead(self) -> bool:
-        """As :class:`Source`."""
-        return self._poller.wait_for_lead()
-
-    def try_lead(self) -> bool:
-        """As :class:`Source`."""
-        return self._poller.try_lead()
 
     def promote(self) -> None:
         """As :class:`Source`."""
