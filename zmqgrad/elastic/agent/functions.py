@@ -18,7 +18,7 @@ from typing import Any
 from zmqgrad import environment
 from zmqgrad.elastic.agent.death_signal import die_with_parent
 from zmqgrad.elastic.agent.error_files import write_error
-from zmqgrad.elastic.agent.streams import STDERR, STDOUT, Stream
+from zmqgrad.elastic.agent.streams import STDERR, STDOUT, Stream, passed_on
 from zmqgrad.elastic.agent.variables import ERROR_FILE
 from zmqgrad.elastic.agent.workers import Worker
 from zmqgrad.errors import ConfigurationError
@@ -79,16 +79,9 @@ class FunctionWorker(Worker):
         self._process: process.BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_run, args=arguments, name=f"zmqgrad-worker-{rank}"
         )
-        try:
-            with environment.replaced(environ):  # a spawned process imports modules before it calls _run
-                self._process.start()
-        except BaseException:
-            for stream in streams:
-                stream.close()
-            raise
-        finally:
-            for stream in streams:
-                stream.started()
+        # A spawned process imports modules before it calls _run.
+        with passed_on(streams), environment.replaced(environ):
+            self._process.start()
         self.sentinel = self._process.sentinel
 
     @property

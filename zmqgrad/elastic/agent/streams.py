@@ -7,7 +7,8 @@ import os
 import pty
 import struct
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -84,6 +85,20 @@ class Stream:
         os.close(self._ours)
         if self._log is not None:
             self._log.close()
+
+
+@contextmanager
+def passed_on(streams: Sequence[Stream]) -> Iterator[None]:
+    """Context manager that starts the worker of ``streams``: they are closed if that fails."""
+    try:
+        yield
+    except BaseException:
+        for stream in streams:
+            stream.close()
+        raise
+    finally:
+        for stream in streams:
+            stream.started()
 
 
 @dataclass(frozen=True)

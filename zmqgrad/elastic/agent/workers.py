@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from zmqgrad.elastic.agent.death_signal import die_with_parent
 from zmqgrad.elastic.agent.output import without_escapes
-from zmqgrad.elastic.agent.streams import Stream
+from zmqgrad.elastic.agent.streams import Stream, passed_on
 
 _TAIL_LINES = 200
 _TAIL_WIDTH = 2000
@@ -93,7 +93,7 @@ class ScriptWorker(Worker):
     ) -> None:
         super().__init__(rank, streams)
         stdout, stderr = streams
-        try:
+        with passed_on(streams):
             self._process = subprocess.Popen(
                 command,
                 env=environ,
@@ -103,13 +103,6 @@ class ScriptWorker(Worker):
                 start_new_session=True,
                 preexec_fn=die_with_parent(os.getpid()),
             )
-        except BaseException:
-            for stream in streams:
-                stream.close()
-            raise
-        finally:
-            for stream in streams:
-                stream.started()
 
     @property
     def pid(self) -> int:
