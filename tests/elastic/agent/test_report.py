@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from zmqgrad.elastic.agent.report import failure_report, last_traceback, signal_name
+from zmqgrad.elastic.agent.lifecycle import signal_name
+from zmqgrad.elastic.agent.report import failure_report, last_traceback
 from zmqgrad.elastic.agent.supervision import Outcome, WorkerExited
 
 CAUSE = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "KeyError: 'x'"]

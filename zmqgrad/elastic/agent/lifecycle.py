@@ -359,7 +359,7 @@ class Lifecycle:
 
     def _describe_restart(self, failure: Failure) -> str:
         where = f" of node {failure.node_rank}" if self._is_distributed else ""
-        how = f"exit code {failure.code}" if failure.code > 0 else _signal_name(-failure.code)
+        how = f"exit code {failure.code}" if failure.code > 0 else f"killed by {signal_name(-failure.code)}"
         restart = f"restart {self._restarts + 1} of {self._max_restarts}"
         return f"worker {failure.rank}{where} failed ({how}), {restart}"
 
@@ -377,8 +377,9 @@ def describe(place: Placement) -> str:
     )
 
 
-def _signal_name(signum: int) -> str:
+def signal_name(signum: int) -> str:
+    """The name of a signal (SIGTERM for 15), or its number if it has none."""
     try:
-        return f"killed by {signal.Signals(signum).name}"
+        return signal.Signals(signum).name
     except ValueError:
-        return f"killed by signal {signum}"
+        return f"signal {signum}"

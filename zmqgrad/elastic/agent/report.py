@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from zmqgrad.elastic.agent.lifecycle import Result
+from zmqgrad.elastic.agent.lifecycle import Result, signal_name
 from zmqgrad.elastic.agent.supervision import Outcome
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -79,14 +79,6 @@ def _abandoned(outcome: Outcome | None) -> list[str]:
 def quoted(tail: Sequence[str]) -> list[str]:
     """The last traceback in the stderr of a worker, or its last lines."""
     return last_traceback(tail) or [line for line in tail if line.strip()][-_QUOTED_LINES:]
-
-
-def signal_name(signum: int) -> str:
-    """The name of a signal (SIGTERM for 15), or its number if it has none."""
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
