@@ -16,7 +16,7 @@ from zmqgrad.elastic.operators import (
     keep_alive,
 )
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
-from zmqgrad.elastic.state import NodeDesc, NodeDescGenerator, RendezvousState, decode, encode
+from zmqgrad.elastic.state import NodeDesc, RendezvousState, decode, encode, new_node
 from zmqgrad.elastic.transitions import apply, assign_ranks, num_admissible
 from zmqgrad.errors import ConfigurationError, RendezvousStateError
 
@@ -250,12 +250,11 @@ def test_a_host_whose_full_name_is_localhost_has_its_own(monkeypatch: pytest.Mon
     """As without DNS: else the nodes of all hosts had the same name."""
     monkeypatch.setattr("socket.getfqdn", lambda: "localhost.localdomain")
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
-    assert NodeDescGenerator().generate().fqdn == "node7"
+    assert new_node().fqdn == "node7"
 
 
 def test_descriptors_of_one_process_differ() -> None:
-    generator = NodeDescGenerator()
-    first, second = generator.generate(), generator.generate("10.0.0.1")
+    first, second = new_node(), new_node("10.0.0.1")
     assert first != second
     assert second.fqdn == "10.0.0.1"
     assert sorted([second, first]) == sorted([first, second])

@@ -29,7 +29,7 @@ from zmqgrad.elastic.operators import (
 )
 from zmqgrad.elastic.round_stores import RoundStores, SharedStore, await_address, is_intact
 from zmqgrad.elastic.settings import RendezvousSettings
-from zmqgrad.elastic.state import NodeDesc, NodeDescGenerator, RendezvousState
+from zmqgrad.elastic.state import NodeDesc, RendezvousState, new_node
 from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
 from zmqgrad.elastic.transitions import num_admissible
 from zmqgrad.errors import RendezvousConnectionError, RendezvousError
@@ -50,8 +50,6 @@ It covers differences between the rates of clocks, and the time that stopping th
 
 LEAVE_SECONDS = 5.0
 """How long leaving the round may take when a handler is closed."""
-
-_nodes = NodeDescGenerator()
 
 
 class Rendezvous(NamedTuple):
@@ -83,7 +81,7 @@ class RendezvousHandler:
         node: NodeDesc | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
-        self.node = _nodes.generate() if node is None else node
+        self.node = new_node() if node is None else node
         self._settings = settings
         self._backend = backend
         self._stores = store if isinstance(store, RoundStores) else SharedStore(store)

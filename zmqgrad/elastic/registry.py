@@ -11,7 +11,7 @@ from zmqgrad.elastic.endpoint import open_endpoint, parse_endpoint
 from zmqgrad.elastic.handler import RendezvousHandler
 from zmqgrad.elastic.round_stores import RoundStores, ServedByRankZero, SharedStore
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
-from zmqgrad.elastic.state import NodeDescGenerator
+from zmqgrad.elastic.state import new_node
 from zmqgrad.elastic.state_holder import RendezvousBackend
 from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
 from zmqgrad.transport.bind_policy import check_bind_address, tcp_address
@@ -27,8 +27,6 @@ ETCD_PORT = 2379
 
 _TIMEOUTS = {f"{name}_timeout": name for name in ("join", "last_call", "close", "heartbeat")}
 _COMMON = (*_TIMEOUTS, "keep_alive_interval", "keep_alive_max_attempt")
-
-_nodes = NodeDescGenerator()
 
 
 class Parameters(NamedTuple):
@@ -124,7 +122,7 @@ def create_handler(
     settings = _settings(run_id, min_nodes, max_nodes, conf)
     parameters = Parameters(endpoint, settings, local_addr, serve_rounds, conf)
     shared, stores = known.create(parameters)
-    return RendezvousHandler(settings, shared, stores, _nodes.generate(local_addr))
+    return RendezvousHandler(settings, shared, stores, new_node(local_addr))
 
 
 def _settings(run_id: str, min_nodes: int, max_nodes: int, conf: Mapping[str, Any]) -> RendezvousSettings:

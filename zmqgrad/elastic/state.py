@@ -7,6 +7,7 @@ the number of a last call; how long ago either changed, each node measures by it
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from dataclasses import dataclass, field
@@ -95,23 +96,13 @@ class _Version(msgspec.Struct):
 
 def encode(state: RendezvousState) -> bytes:
     """Encode ``state``. Equal states have equal encodings."""
-    return msgspec.json.encode(
-        _Encoded(
-            VERSION,
-            state.round,
-            state.complete,
-            state.closed,
-            state.deadline,
-            state.last_calls,
-            sorted(state.participants.items()),
-            sorted(state.wait_list),
-            sorted(state.last_heartbeats.items()),
-            sorted(state.completed_ranks.items()),
-            state.store_address,
-            state.settings,
-            state.heartbeats,
-        )
-    )
+    fields = {
+        name: sorted(value.items() if isinstance(value, dict) else value)
+        if isinstance(value, dict | set)
+        else value
+        for name, value in vars(state).items()
+    }
+    return msgspec.json.encode({"version": VERSION, **fields})
 
 
 def decode(data: bytes) -> RendezvousState:
@@ -130,35 +121,22 @@ def decode(data: bytes) -> RendezvousState:
         encoded = msgspec.json.decode(data, type=_Encoded)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise RendezvousStateError(f"the state of the rendezvous is malformed: {e}") from e
-    return RendezvousState(
-        encoded.round,
-        encoded.complete,
-        encoded.closed,
-        encoded.deadline,
-        encoded.last_calls,
-        dict(encoded.participants),
-        set(encoded.wait_list),
-        dict(encoded.last_heartbeats),
-        dict(encoded.completed_ranks),
-        encoded.store_address,
-        encoded.settings,
-        encoded.heartbeats,
-    )
+    fields = msgspec.structs.asdict(encoded)
+    del fields["version"]
+    for name in ("participants", "last_heartbeats", "completed_ranks"):
+        fields[name] = dict(fields[name])
+    return RendezvousState(**fields | {"wait_list": set(encoded.wait_list)})
 
 
-class NodeDescGenerator:
-    """Generates descriptors that are unique in this process."""
+_local_ids = itertools.count()
 
-    def __init__(self) -> None:
-        self._next_local_id = 0
 
-    def generate(self, local_addr: str | None = None) -> NodeDesc:
-        """Returns a new descriptor. ``local_addr``: the name of this host, if its own is of no use.
+def new_node(local_addr: str | None = None) -> NodeDesc:
+    """Returns a descriptor that is new in this process. ``local_addr``: its host, if its name is of no use.
 
-        Without DNS the full name of many hosts is localhost, which tells no two of them apart.
-        """
-        name = local_addr or socket.getfqdn()
-        local_id, self._next_local_id = self._next_local_id, self._next_local_id + 1
-        if name.partition(".")[0].startswith("localhost") and not local_addr:
-            name = socket.gethostname()
-        return NodeDesc(name, os.getpid(), local_id)
+    Without DNS the full name of many hosts is localhost, which tells no two of them apart.
+    """
+    name = local_addr or socket.getfqdn()
+    if name.partition(".")[0].startswith("localhost") and not local_addr:
+        name = socket.gethostname()
+    return NodeDesc(name, os.getpid(), next(_local_ids))
