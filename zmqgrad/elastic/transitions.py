@@ -42,13 +42,8 @@ def add_to_wait_list(state: RendezvousState, node: NodeDesc, settings: Rendezvou
     keep_alive(state, node, settings)
 
 
-def remove_from_participants(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
-    """Remove ``node``, and open the next round or cancel the last call if necessary."""
-    remove(state, [node], settings)
-
-
-def remove_from_wait_list(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
-    """Remove ``node`` from those that wait for the next round."""
+def remove_node(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Remove ``node``, which left."""
     remove(state, [node], settings)
 
 
@@ -112,8 +107,8 @@ _CHANGES: dict[Action, Callable[[RendezvousState, NodeDesc, RendezvousSettings],
     Action.KEEP_ALIVE: keep_alive,
     Action.ADD_TO_PARTICIPANTS: add_to_participants,
     Action.ADD_TO_WAIT_LIST: add_to_wait_list,
-    Action.REMOVE_FROM_PARTICIPANTS: remove_from_participants,
-    Action.REMOVE_FROM_WAIT_LIST: remove_from_wait_list,
+    Action.REMOVE_FROM_PARTICIPANTS: remove_node,
+    Action.REMOVE_FROM_WAIT_LIST: remove_node,
     Action.MARK_RENDEZVOUS_COMPLETE: mark_complete,
     Action.MARK_RENDEZVOUS_CLOSED: mark_closed,
 }

@@ -7,7 +7,7 @@ import socket
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.transport.bind_policy import is_loopback
+from zmqgrad.transport.bind_policy import is_loopback, tcp_address
 
 
 def check_port(port: int) -> int:
@@ -32,7 +32,7 @@ def connecting_address(host: str, port: int) -> str:
     if not host or "/" in host or any(c.isspace() for c in host):
         raise ConfigurationError(f"{host!r} is not a host name or address")
     bare = host.strip("[]")
-    return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
+    return tcp_address(bare, port)
 
 
 def listening_address(host: str, port: int, keyed: bool = False) -> str:

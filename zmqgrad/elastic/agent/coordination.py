@@ -32,7 +32,7 @@ class EventQueue:
         self._events.put(event)
         try:
             self._writer.send(b"\0")
-        except (BlockingIOError, BrokenPipeError, OSError):
+        except OSError:
             pass  # full: it is readable anyway; closed: nobody takes events any more
 
     def take(self) -> list[CoordinatorEvent]:
