@@ -5,19 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 from zmqgrad import __version__
-from zmqgrad.cli.parser import CommandParser, describe
-
-
-class Command(Protocol):
-    """Interface of a module of :mod:`zmqgrad.cli` that implements a command."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def execute(self, arguments: argparse.Namespace) -> int: ...
-
+from zmqgrad.cli.parser import Command, CommandParser, describe
 
 COMMANDS = {
     "completion": "Print a script that completes this command's words in bash, zsh, fish or tcsh.",

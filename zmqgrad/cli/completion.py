@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
-import sys
 from typing import Any
 
-from zmqgrad.cli.parser import CommandParser, describe
+from zmqgrad.cli.parser import CommandParser, describe, discard_output
 from zmqgrad.errors import ConfigurationError
 
 SHELLS = ("bash", "zsh", "tcsh", "fish")
@@ -51,7 +49,7 @@ def execute(arguments: argparse.Namespace) -> int:
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `| head`: the reader has all it wants
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is written at exit
+        discard_output()
     return 0
 
 

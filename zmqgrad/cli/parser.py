@@ -6,13 +6,23 @@ argparse would build all subcommands at each start, and report a wrong option wi
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 EXIT_USAGE = 2
 
 EXIT_CODES = {"0": "success", "2": "an invalid option or setting; nothing was done"}
 """The exit codes of every command."""
+
+
+class Command(Protocol):
+    """A command, a view or a subcommand: mostly a module of :mod:`zmqgrad.cli`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def execute(self, arguments: argparse.Namespace) -> int: ...
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -55,6 +65,11 @@ class CommandParser(argparse.ArgumentParser):
         close = [name for name in names if len(option) > 3 and name.startswith(option)]
         close = close or difflib.get_close_matches(option, names, n=1)
         return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def discard_output() -> None:
+    """Write nothing more to stdout, whose reader has gone: otherwise Python reports that at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe(

@@ -5,18 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
-from zmqgrad.cli.parser import describe
-
-
-class Subcommand(Protocol):
-    """Interface of the module ``store_serve``, and of a subcommand in :mod:`store_client`."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def execute(self, arguments: argparse.Namespace) -> int: ...
-
+from zmqgrad.cli.parser import Command, describe
 
 _SUBCOMMANDS = {
     "serve": (
@@ -74,8 +65,8 @@ def _declare(name: str, parser: argparse.ArgumentParser) -> None:
     describe(parser, _SUBCOMMANDS[name][1:], _EXIT_CODES.get(name, _FAILED))
 
 
-def _subcommand(name: str) -> Subcommand:
+def _subcommand(name: str) -> Command:
     if name == "serve":
-        return cast("Subcommand", importlib.import_module("zmqgrad.cli.store_serve"))
+        return cast("Command", importlib.import_module("zmqgrad.cli.store_serve"))
     client = importlib.import_module("zmqgrad.cli.store_client")
-    return cast("Subcommand", client.SUBCOMMANDS[name])
+    return cast("Command", client.SUBCOMMANDS[name])

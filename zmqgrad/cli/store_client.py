@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from zmqgrad import environment
+from zmqgrad.cli.parser import discard_output
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.store.base import Store
 from zmqgrad.store.client import TCPStore
@@ -86,9 +87,7 @@ class Subcommand:
             print(f"zmqgrad store {self.name}: {error}", file=sys.stderr)
             return EXIT_FAILED
         except BrokenPipeError:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # otherwise Python reports the broken pipe at exit
+            discard_output()
             return EXIT_PIPE
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
-from zmqgrad.cli.parser import describe
+from zmqgrad.cli.parser import Command, describe, discard_output
 from zmqgrad.errors import TraceError
 
 EXIT_FAILED = 1
@@ -75,14 +74,6 @@ _MORE_EXIT_CODES = {
 }
 
 
-class View(Protocol):
-    """Interface of a module ``trace_<name>``."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def execute(self, arguments: argparse.Namespace) -> int: ...
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the views; their own arguments are declared when they are used."""
     views = parser.add_subparsers(dest="view", required=True, title="views", metavar="VIEW")
@@ -105,8 +96,7 @@ def execute(arguments: argparse.Namespace) -> int:
         print(f"zmqgrad trace {arguments.view}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except BrokenPipeError:
-        # Otherwise Python reports the broken pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return EXIT_PIPE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -117,5 +107,5 @@ def _declare(name: str, parser: argparse.ArgumentParser) -> None:
     describe(parser, _VIEWS[name][1:], _EXIT_CODES | _MORE_EXIT_CODES.get(name, {}))
 
 
-def _view(name: str) -> View:
-    return cast("View", importlib.import_module(f"zmqgrad.cli.trace_{name}"))
+def _view(name: str) -> Command:
+    return cast("Command", importlib.import_module(f"zmqgrad.cli.trace_{name}"))
