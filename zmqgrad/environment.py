@@ -172,7 +172,8 @@ OPTIONS: Mapping[str, Setting[Any]] = {
 }
 """Fields of ``RpcBackendOptions`` that the environment sets while they are None."""
 
-_agent_serves_store = Setting("TORCHELASTIC_USE_AGENT_STORE", _parse_switch, False)
+agent_serves_store = Setting("TORCHELASTIC_USE_AGENT_STORE", _parse_switch, False)
+"""Whether the launcher serves the store itself, instead of a worker."""
 
 MAX_PORT = 65535
 
@@ -321,15 +322,6 @@ def first_node(nodes: str) -> str:
     """The first host of a Slurm host list: ``gpu03`` in ``gpu[03-05,9],login``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group() if first else nodes).strip()
-
-
-def agent_serves_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher serves the store itself (TORCHELASTIC_USE_AGENT_STORE), instead of a worker.
-
-    Raises:
-        ConfigurationError: if the variable is malformed.
-    """
-    return _agent_serves_store(environ)
 
 
 def torchrun_attempt(environ: Mapping[str, str] = os.environ) -> int | None:

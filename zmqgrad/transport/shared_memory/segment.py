@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -25,11 +26,6 @@ from typing import Any
 from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, FreeList, align_up
 from zmqgrad.wire.lazy_frame import Frame, LazyFrame
 from zmqgrad.wire.messages import ArenaOffer
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover  (not a Unix)
-    fcntl = None  # type: ignore[assignment]
 
 NAME = "zmqgrad"
 NONCE_BYTES = 16
