@@ -6,11 +6,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from zmqgrad import environment
-from zmqgrad.elastic.agent.functions import FunctionWorker, context_of, read_result
+from zmqgrad.elastic.agent.functions import FunctionWorker, read_result
 from zmqgrad.elastic.agent.job import run_job
 from zmqgrad.elastic.agent.lifecycle import Result
 from zmqgrad.elastic.agent.ranks import Placement
@@ -52,7 +53,7 @@ class launch:
 
     def _run(self, args: tuple[Any, ...], directory: Path) -> dict[int, Any]:
         config = self._config
-        context = context_of(config.start_method)
+        context = get_context(config.start_method)
         output = OutputConfig(_label, {}, config.log_dir, config.redirects, config.tee)
         if config.log_dir is not None:
             config.log_dir.mkdir(parents=True, exist_ok=True)

@@ -66,6 +66,8 @@ class Store(ABC):
 
     _request: Callable[[Message, float], Message]
     """``_request(query, seconds)`` returns the reply. Raises refusals and timeouts as errors."""
+    _registry: WatchRegistry
+    """The watches of this store."""
 
     def __init__(self, timeout: Timeout, clock: Clock = MONOTONIC) -> None:
         self._clock = clock
@@ -235,11 +237,6 @@ class Store(ABC):
         return kind(f"{self!r}: {refusal.text}")
 
     # ---- watches ----------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def _registry(self) -> WatchRegistry:
-        """The watches of this store."""
 
     def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
         """Call ``handler`` for each change of ``target``; with ``present``, for existing keys first."""

@@ -15,7 +15,6 @@ from zmqgrad.store.connection import Connection
 from zmqgrad.store.events import EventHandler
 from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.server import StoreServer, servers
-from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 from zmqgrad.transport.security import load_keys
 from zmqgrad.wire.messages import StoreAdd, StoreNumber, StoreSet, StoreWait
@@ -97,7 +96,7 @@ class TCPStore(Store):
         # Not every NAT leads a host back to itself.
         reached = "127.0.0.1" if is_master and host_name == environment.advertise_address() else host_name
         self._connection = Connection(reached, self._port, self._timeout, secret, fast_path)
-        self._request = self._connection.request
+        self._request, self._registry = self._connection.request, self._connection.watches
         self._finalizer = Finalizer(self, _Closing(self._connection, self._server))
         try:
             self._connection.ping()
@@ -151,10 +150,6 @@ class TCPStore(Store):
                 f"Timed out after {self._timeout:g} s waiting for clients: {present} of {world_size} workers "
                 f"have connected to {self._host}:{self._port}"
             ) from e
-
-    @property
-    def _registry(self) -> WatchRegistry:
-        return self._connection.watches
 
     def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
         try:

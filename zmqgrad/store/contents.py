@@ -53,9 +53,8 @@ class Recorder(Protocol):
 class Storage(Protocol):
     """Storage of keys and queues for the state machine: :class:`Contents`, or a file."""
 
-    revision: int
-    changes: int
-
+    @property
+    def revision(self) -> int: ...
     @property
     def values(self) -> Mapping[str, bytes]: ...
     @property

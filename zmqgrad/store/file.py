@@ -55,8 +55,8 @@ class FileStore(Store):
         check_file_system(Path(self._path), allow_network_file_system)
         self._allow_network = allow_network_file_system
         self._connection = FileConnection(f"file-store-{next(_numbers)}", Path(self._path), world_size)
-        self._watches = WatchRegistry(self._connection.name, weak(self._register))
-        self._connection.watches = self._watches
+        self._registry = WatchRegistry(self._connection.name, weak(self._register))
+        self._connection.watches = self._registry
         self._finalizer = Finalizer(self, self._connection.close)
 
     @property
@@ -78,12 +78,8 @@ class FileStore(Store):
         self._connection.start_watching()
         return found
 
-    @property
-    def _registry(self) -> WatchRegistry:
-        return self._watches
-
     def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
-        self._watches.remove(target, handler)
+        self._registry.remove(target, handler)
 
     def statistics(self) -> dict[str, int]:
         """Number of blocked calls of this store (``parked``)."""

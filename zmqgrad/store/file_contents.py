@@ -77,7 +77,6 @@ class FileContents:
         self._db = db
         self.values = _Values(db)
         self.queues = _Queues(db)
-        self.changes = 0
         self.watched = 0
 
     @property
@@ -85,10 +84,6 @@ class FileContents:
         """Increased by each change of a key."""
         row = checked(self._db.execute("SELECT revision FROM meta").fetchone(), tuple)
         return checked(row[0], int)
-
-    @revision.setter
-    def revision(self, revision: int) -> None:
-        self._db.execute("UPDATE meta SET revision = ?", (revision,))
 
     @property
     def num_keys(self) -> int:

@@ -63,16 +63,16 @@ class HashStore(Store):
         super().__init__(timeout)
         self._table = Table() if table is None else table
         self._waiting: set[Promise[Message]] = set()  # guarded by the table's lock
-        self._watches = WatchRegistry("hash-store", weak(self._register))
+        self._registry = WatchRegistry("hash-store", weak(self._register))
         with self._table.lock:
-            self._table.registries.add(self._watches)
-        self._finalizer = Finalizer(self, partial(_close, self._table, self._watches, self._waiting))
+            self._table.registries.add(self._registry)
+        self._finalizer = Finalizer(self, partial(_close, self._table, self._registry, self._waiting))
 
     def _request(self, query: Message, seconds: float) -> Message:
         promise: Promise[Message] = Promise()
         table = self._table
         with table.lock:
-            if self._watches not in table.registries:
+            if self._registry not in table.registries:
                 promise.set_result(StoreRefused(Refusal.CLOSING, "the store is closed"))
             else:
                 table.carry_out(table.state.apply(query, promise, self._clock.now()))
@@ -101,12 +101,8 @@ class HashStore(Store):
     def _register(self, target: Target) -> Registration:
         return as_registration(self._request(watch_query(target), self._timeout))
 
-    @property
-    def _registry(self) -> WatchRegistry:
-        return self._watches
-
     def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
-        if self._watches.remove(target, handler):
+        if self._registry.remove(target, handler):
             with self._table.lock:
                 if not any(registry.is_watched(target) for registry in self._table.registries):
                     self._table.state.unwatch(target)
@@ -125,7 +121,7 @@ class HashStore(Store):
 
     def __repr__(self) -> str:
         statistics = self._table.state.statistics()
-        closed = "" if self._watches in self._table.registries else ", closed"
+        closed = "" if self._registry in self._table.registries else ", closed"
         return f"<HashStore of {statistics['keys']} keys{closed}>"
 
 

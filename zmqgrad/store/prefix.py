@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from zmqgrad.store.arguments import as_key
 from zmqgrad.store.base import Store
 from zmqgrad.store.events import EventHandler, WatchEvent
-from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_targets import Prefix, Target
 from zmqgrad.wire.messages import Message, StoreKeys
 
@@ -29,6 +28,7 @@ class PrefixStore(Store):
             raise TypeError(f"a PrefixStore needs a store of zmqgrad.store, not {type(store).__name__}")
         self._prefix = f"{as_key(prefix)}/"
         self._store = store
+        self._registry = store._registry
         self._owned = owned
 
     @property
@@ -59,10 +59,6 @@ class PrefixStore(Store):
     @_timeout.setter
     def _timeout(self, seconds: float) -> None:
         self._store.set_timeout(seconds)
-
-    @property
-    def _registry(self) -> WatchRegistry:
-        return self._store._registry
 
     def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
         self._store._watch(self._full_target(target), _Unprefixed(handler, len(self._prefix)), present)

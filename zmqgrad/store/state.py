@@ -71,10 +71,6 @@ class State:
         """One higher at each change of a key."""
         return self.contents.revision
 
-    @revision.setter
-    def revision(self, revision: int) -> None:
-        self.contents.revision = revision
-
     # ---- called by the driver ---------------------------------------------------------------------------
 
     def apply(self, query: Message, requester: Any, now: float) -> list[Effect]:

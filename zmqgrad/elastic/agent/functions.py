@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import context, get_context, parent_process, process, reduction
+from multiprocessing import context, parent_process, process, reduction
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,11 @@ from zmqgrad.elastic.agent.error_files import write_error
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, Stream, passed_on
 from zmqgrad.elastic.agent.variables import ERROR_FILE
 from zmqgrad.elastic.agent.workers import Worker
-from zmqgrad.errors import ConfigurationError
 
 EXIT_FAILED = 1
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
-
-
-def context_of(start_method: str) -> context.BaseContext:
-    """The context of multiprocessing for ``start_method``.
-
-    Raises:
-        ConfigurationError: if this system does not have it.
-    """
-    try:
-        return get_context(start_method)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"start_method is {start_method!r}; it must be spawn, forkserver or fork"
-        ) from error
 
 
 def read_result(path: Path) -> Any:
