@@ -6,7 +6,8 @@
     python -m tools.matrix --table                # docs/support.md from the results, nothing is run
 
 Each cell is an environment that uv makes in runs/matrix: ``lowest`` has the oldest releases that
-pyproject.toml permits and that have a wheel for this Python. Results are added to runs/matrix/results.json.
+pyproject.toml permits and that have a wheel for this Python. The results of all cells, from this run and from
+earlier ones, are in docs/support.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,7 +28,8 @@ from typing import Any
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("lowest", "pinned", "newest")
-OUT, PAGE = Path("runs/matrix"), Path("docs/support.md")
+OUT = Path("runs/matrix")
+RESULTS, PAGE = Path("docs/support.json"), Path("docs/support.md")
 PROJECT, PINS = Path("pyproject.toml"), Path("constraints.txt")
 
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "cryptography", "numpy")
@@ -53,17 +56,25 @@ def main() -> int:
     """Returns 1 if the tests of a cell failed."""
     options = _parser().parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
-    path = OUT / "results.json"
-    results: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
+    results: dict[str, Result] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     failed = False
     for python, torch in () if options.table else itertools.product(options.python, options.torch):
+        print(f"{python} {torch}: output in {OUT}/{python}-{torch}.log", flush=True)
         result = try_cell(python, torch, options.tests)
         print(f"{python} {torch}: {result}", flush=True)
         failed |= result["state"] == "failed"
-        results[f"{python} {torch}"] = result
-        path.write_text(json.dumps(results, indent=1))
+        save(results, f"{python} {torch}", result)
     PAGE.write_text(page(results))
     return int(failed)
+
+
+def save(results: dict[str, Result], cell: str, result: Result) -> None:
+    """Add a result, unless the cell was not tried now (perhaps without a network) but was earlier."""
+    if result["state"] == "not tried" and results.get(cell, result)["state"] != "not tried":
+        return
+    results[cell] = result
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(results))
 
 
 def try_cell(python: str, torch: str, tests: list[str]) -> Result:
@@ -77,18 +88,36 @@ def try_cell(python: str, torch: str, tests: list[str]) -> Result:
         install(root, python, torch)
     except subprocess.CalledProcessError as error:
         return {**result, "state": "not tried", "why": reason(error.stderr)}
+    log = OUT / f"{root.name}.log"
+    status = run_tests(root, tests, log)
+    result |= {
+        "state": "failed" if status else "passed",
+        "versions": versions(root),
+        "counts": counts(log.read_text(errors="replace")) or f"no summary, exit status {status}",
+    }
+    if not status:
+        shutil.rmtree(root)  # gigabytes, unless uv could link them from its cache
+    return result
+
+
+def run_tests(root: Path, tests: list[str], log: Path) -> int:
+    """The exit status of pytest in the environment of a cell, -9 if it ran for longer than CELL_SECONDS."""
     options = ("-q", "-m", "not processes and not slow", "-p", "no:cacheprovider")
-    done = subprocess.run(
-        [root / "bin/python", "-m", "pytest", *options, *tests],
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=CELL_SECONDS,
-    )
-    (OUT / f"{root.name}.log").write_text(done.stdout)
-    counts = re.sub(r" in [\d.]+s.*|=+ ?", "", done.stdout.strip().rsplit("\n", 1)[-1])
-    state = "failed" if done.returncode else "passed"
-    return {**result, "state": state, "versions": versions(root), "counts": counts}
+    command: list[str | Path] = [root / "bin/python", "-m", "pytest", *options, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    with log.open("w") as file:
+        try:
+            return subprocess.run(
+                command, env=environment, stdout=file, stderr=file, timeout=CELL_SECONDS
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
+
+
+def counts(output: str) -> str:
+    """What pytest counted, empty if it did not get that far; a library may print after it."""
+    found = re.findall(r"(?m)^(?:=+ )?(\d+ .*) in [\d.]+s", output)
+    return found[-1] if found else ""
 
 
 def install(root: Path, python: str, torch: str) -> None:
@@ -149,7 +178,7 @@ def page(results: Mapping[str, Result]) -> str:
 
 
 def _page(results: Mapping[str, Result]) -> Iterator[str]:
-    yield from ("# Supported versions", "", "<!-- from tools/matrix.py: `make matrix` writes it -->", "")
+    yield from ("# Supported versions", "", "<!-- from docs/support.json: `make matrix` writes both -->", "")
     yield "Tests on Linux (x86-64, CPU) with each Python and three releases of torch: the *lowest* one that"
     yield "`pyproject.toml` permits and that has a wheel for this Python (with the lowest pyzmq, msgspec and"
     yield "cloudpickle), the *pinned* one of `constraints.txt`, and the *newest*."
