@@ -192,7 +192,7 @@ def _page(results: Mapping[str, Result]) -> Iterator[str]:
     tests = sorted({test for result in results.values() for test in result["tests"].split()})
     yield from (
         "",
-        f"The tests, without those that start processes: {', '.join(f'`{t}`' for t in tests)}.",
+        f"The tests, without those that start processes or are slow: {', '.join(f'`{t}`' for t in tests)}.",
         "",
     )
     yield "`tools/test` runs all tests on one Python with the pinned torch. Not tried: macOS, Windows, other"
