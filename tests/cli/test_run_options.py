@@ -246,6 +246,7 @@ def test_options_that_contradict_or_are_refused(arguments: list[str], message: s
     [
         (["--event-log-handler", "console"], "--event-log-handler is ignored: events go to"),
         (["--local-ranks-filter", "0"], "--local-ranks-filter is ignored"),
+        (["--log-line-prefix-template", "${hostname}: "], "--log-line-prefix-template is ignored"),
         (["--numa-binding", "node"], "--numa-binding is ignored"),
         (
             ["--rdzv-backend", "c10d", "--rdzv-endpoint", "h", "--node-rank", "1"],
@@ -288,6 +289,12 @@ def test_commands_that_cannot_run() -> None:
         run_options.to_command(parse("no/such.py"))
     with pytest.raises(ConfigurationError, match="leave one out"):
         run_options.to_command(parse("-m", "--no-python", "x"))
+
+
+def test_torchruns_completion_refers_to_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--print-completion", "bash")
+    assert "--print-completion: not supported: use `zmqgrad completion bash`" in capsys.readouterr().err
 
 
 def test_help_shows_examples_and_exit_codes() -> None:

@@ -32,6 +32,7 @@ _IN_FILES = "--log-dir keeps all output in files"
 _UNSUPPORTED = {
     "event_log_handler": _Unsupported("null", False, "events go to Python's logging, under zmqgrad.elastic"),
     "local_ranks_filter": _Unsupported("", False, "the output of all workers is displayed, with labels"),
+    "log_line_prefix_template": _Unsupported("", False, "the label of a line has the rank of its worker"),
     "duplicate_stdout_filters": _Unsupported("", False, _IN_FILES),
     "duplicate_stderr_filters": _Unsupported("", False, _IN_FILES),
     "numa_binding": _Unsupported(None, False, "workers may be bound by --no-python numactl ..."),
@@ -51,6 +52,12 @@ def declare_unsupported(parser: argparse.ArgumentParser) -> None:
             add_flag(parser, name)
         else:
             add_option(parser, name, str, option.default)
+    add_option(parser, "print_completion", _refuse_completion, None)
+
+
+def _refuse_completion(shell: str) -> None:
+    """A type, because it speaks before the parser asks for the script that is missing here."""
+    raise ValueError(f"not supported: use `zmqgrad completion {shell}`")
 
 
 def check_unsupported(arguments: argparse.Namespace) -> None:
