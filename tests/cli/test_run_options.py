@@ -70,6 +70,11 @@ fixed = st.tuples(
     options("nnodes", small), st.sampled_from([["--rdzv-backend", "static"], ["--node_rank=0"]])
 ).map(joined)
 elastic = st.tuples(options("nnodes", small | ranges), st.just(["--rdzv-backend", "c10d"])).map(joined)
+event_log_handlers = (  # torch 2.6 and older do not know this option
+    options("event-log-handler", st.just("null"))
+    if "--event-log-handler" in torchrun.get_args_parser()._option_string_actions
+    else st.just(list[str]())
+)
 shared = st.tuples(
     fixed | elastic,
     options("nproc-per-node", small | st.just("cpu")),
@@ -84,7 +89,7 @@ shared = st.tuples(
     options("tee", streams),
     options("local-addr", words),
     options("master-addr", words),
-    options("event-log-handler", st.just("null")),
+    event_log_handlers,
     st.lists(st.sampled_from(sorted(flags)), max_size=1),
     st.permutations([["--log-dir", "logs"], ["--master-port", "1234"]]),
 )
