@@ -22,7 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ OUT = Path("runs/matrix")
 RESULTS, PAGE = Path("docs/support.json"), Path("docs/support.md")
 PROJECT, PINS = Path("pyproject.toml"), Path("constraints.txt")
 
-TOOLS = ("pytest", "pytest-timeout", "hypothesis", "cryptography", "numpy")
 TESTS = (
     "tests/wire/test_tensors.py",
     "tests/wire/test_torch_internals.py",
@@ -44,6 +43,7 @@ TESTS = (
     "tests/test_optim_torch_internals.py",
     "tests/test_interop.py",
     "tests/test_torch_reexports.py",
+    "tests/cli/test_run_options.py",
 )
 """The tests that depend most on torch, in a few minutes."""
 
@@ -128,7 +128,6 @@ def install(root: Path, python: str, torch: str) -> None:
     """
     uv("venv", "--clear", "--quiet", "--python", python, root)
     target = ("pip", "install", "--quiet", "--only-binary", ":all:", "--python", root / "bin/python")
-    pins = PINS.read_text()
     if torch == "pinned":
         uv(*target, "--constraint", PINS, "--requirements", PROJECT)
     else:
@@ -139,16 +138,30 @@ def install(root: Path, python: str, torch: str) -> None:
             "--requirements",
             PROJECT,
         )
-        pins = re.sub(r"(?m)^(torch|numpy|pyzmq|msgspec|cloudpickle)==.*\n", "", pins)
+    installed = uv("pip", "freeze", "--python", root / "bin/python").splitlines()
     constraints = OUT / "constraints.txt"
-    constraints.write_text(pins)
-    uv(*target, "--constraint", constraints, *TOOLS)
+    # The tests' own packages are those of the pins, but for them nothing that is installed may change: the
+    # lowest torch needs another sympy than the pinned one.
+    constraints.write_text("\n".join(installed + pins_without(installed)))
+    uv(*target, "--constraint", constraints, "--requirements", PROJECT, "--extra", "dev")
 
 
-def uv(*arguments: str | Path) -> None:
-    """Run uv, with what it reports on failure in the exception."""
+def pins_without(installed: Sequence[str]) -> list[str]:
+    """The pins of other packages than those installed."""
+
+    def name(line: str) -> str:
+        return line.partition("==")[0].lower().replace("_", "-")
+
+    names = set(map(name, installed))
+    return [line for line in PINS.read_text().splitlines() if name(line) not in names]
+
+
+def uv(*arguments: str | Path) -> str:
+    """Run uv, with what it reports on failure in the exception, and return what it prints."""
     found = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
-    subprocess.run([found, *arguments], check=True, stderr=subprocess.PIPE, text=True, timeout=CELL_SECONDS)
+    return subprocess.run(
+        [found, *arguments], check=True, capture_output=True, text=True, timeout=CELL_SECONDS
+    ).stdout
 
 
 def reason(stderr: str) -> str:

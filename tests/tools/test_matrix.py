@@ -45,3 +45,9 @@ def test_a_cell_that_cannot_be_tried_now_keeps_its_result() -> None:
 def test_what_pytest_counted_is_found_before_what_libraries_print_at_exit(last: str) -> None:
     assert matrix.counts(f"....\n{last}\nnanobind: leaked 3 functions!") == "374 passed, 1 warning"
     assert matrix.counts("....\nFatal Python error: Segmentation fault") == ""
+
+
+def test_the_pins_of_installed_packages_give_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(matrix, "PINS", tmp_path / "constraints.txt")
+    matrix.PINS.write_text("sympy==1.14.0\ntyping_extensions==4.16.0\npytest==9.2.0\n")
+    assert matrix.pins_without(["sympy==1.13.1", "typing-extensions==4.15.0"]) == ["pytest==9.2.0"]
