@@ -250,6 +250,29 @@ def test_shutdown_notices_the_death_of_a_worker_without_calls(
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(500)) for g in made]) == [None, None]
 
 
+def test_shutdown_does_not_wait_long_for_a_store_that_ended_with_worker_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No message has passed between the two, so that only the barrier can notice the death."""
+    made = groups(2)
+    gone = made[0].worker.membership.own.endpoints
+    monkeypatch.setattr(shutdown, "is_reachable", lambda endpoint: endpoint not in gone)
+    all_at_once([join(g) for g in made])
+    made[0].close()
+    store, patience = made[1].store, list[float]()
+
+    def no_reply(*_: object) -> list[str]:
+        patience.append(store.timeout.total_seconds())
+        raise StoreTimeoutError("no reply")
+
+    monkeypatch.setattr(store, "wait", no_reply)
+    monkeypatch.setattr(store, "list_keys", no_reply)
+    with pytest.raises(RpcTimeoutError, match="the store no longer replies"):
+        made[1].leave(True, Deadline.after(500))
+    before, after = patience
+    assert before > shutdown.LOST_STORE_SECONDS == after
+
+
 def test_a_worker_that_waits_for_many_checks_them_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     made, all_checked, checked = groups(6), threading.Event(), list[str]()
     dead = made[4].worker.membership.own.endpoints[0]

@@ -42,6 +42,9 @@ others once a second, for as long as the last one is busy."""
 LEAVE_POLL_SECONDS = 2.0
 """The same in the last step; also the timeout of the store's replies to a worker that leaves."""
 
+LOST_STORE_SECONDS = 5.0
+"""After this long without a reply of the store, check whether worker 0, which may serve it, has died."""
+
 ROUND_BACKOFF_SECONDS = 0.001, 0.5
 """First and longest pause between rounds whose sums do not agree and do not change."""
 
@@ -181,7 +184,7 @@ class ShutdownBarrier:
                 self._store.wait([keys[rank] for rank in missing], min(deadline.left(), POLL_SECONDS))
                 return
             except StoreTimeoutError:
-                present = set(self._store.list_keys(f"{self._step}/"))
+                present = self._list_posted()
                 missing = [rank for rank, key in enumerate(keys) if key not in present]
                 if not missing:
                     return
@@ -202,6 +205,19 @@ class ShutdownBarrier:
                 if next_log.passed():
                     logger.log(level, "%s: shutdown waits for %s %s", self._worker.name, names, why)
                     next_log = Deadline.after(LOG_INTERVAL_SECONDS)
+
+    def _list_posted(self) -> set[str]:
+        """Return the keys posted at this step."""
+        usual = self._store.timeout.total_seconds()
+        self._store.set_timeout(min(usual, LOST_STORE_SECONDS))
+        try:
+            return set(self._store.list_keys(f"{self._step}/"))
+        except StoreTimeoutError:
+            if self._is_dead(0):
+                raise
+        finally:
+            self._store.set_timeout(usual)
+        return set(self._store.list_keys(f"{self._step}/"))
 
     def _post_on_behalf(self, rank: int) -> None:
         """Post for a dead worker, unless it has posted, or no worker is being waited for."""
