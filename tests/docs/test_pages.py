@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import zmqgrad
 from tools.docs import charts, pages, remedies, sources
 from zmqgrad.wire.messages import MessageType
 
@@ -69,6 +70,22 @@ def test_the_page_of_names_has_every_public_name_of_torch() -> None:
 def test_roles_become_code() -> None:
     text = "See :func:`~zmqgrad.rpc.remote` and :class:`RRef`, as follows::\n\n    x"
     assert sources.to_markdown(text) == "See `remote` and `RRef`, as follows:\n\n    x"
+    text = "Import :mod:`zmqgrad.interop`, :mod:`~zmqgrad.store` or :mod:`a sidecar <zmqgrad.store.sidecar>`."
+    assert sources.to_markdown(text) == "Import `zmqgrad.interop`, `store` or `a sidecar`."
+
+
+def test_the_page_of_the_package_has_its_functions() -> None:
+    assert set(re.findall(r"^::: [\w.]+\.(\w+)$", pages.package_page(), re.MULTILINE)) == set(
+        zmqgrad._FUNCTIONS
+    )
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_a_blank_line_precedes_each_list(page: Path) -> None:
+    """Without it, the site shows the list as text of the paragraph, although GitHub does not."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    item = r"(?:[-*]|\d+\.) "
+    assert not re.findall(rf"^(?!\s|{item}).+\n{item}.*", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)

@@ -14,5 +14,12 @@ class Roles(griffe.Extension):  # type: ignore[misc]
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of ``obj``, which has just been loaded."""
+        self._rewrite(obj)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Rewrite the docstring of the package itself, which is no event of `on_object`."""
+        self._rewrite(pkg)
+
+    def _rewrite(self, obj: griffe.Object) -> None:
         if obj.docstring:
             obj.docstring.value = to_markdown(obj.docstring.value)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import zmqgrad
 from tools.docs import remedies, torch_names
 from tools.docs.sources import to_markdown
 from zmqgrad import errors
@@ -39,6 +40,15 @@ _MESSAGE = re.compile(r"^    ([A-Z_]+) +(.*)$")
 def api_page(module: str) -> str:
     """Reference of one module, which mkdocstrings fills from the docstrings."""
     return f"# {module}\n\n::: {module}\n"
+
+
+def package_page() -> str:
+    """Reference of the package, with the functions that it imports on first access: griffe does not see them."""
+    functions = "\n".join(
+        f"::: {module}.{name}\n    options: {{show_root_heading: true, show_root_full_path: false}}\n"
+        for name, module in zmqgrad._FUNCTIONS.items()
+    )
+    return f"{api_page('zmqgrad')}\n{functions}"
 
 
 def errors_page() -> str:
@@ -75,7 +85,7 @@ def command_line_page() -> str:
 def _command_line() -> Iterator[str]:
     yield from ("# Command line", "")
     yield "`python -m zmqgrad` is the same as `zmqgrad`. The help of each command lists its exit codes."
-    with mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+    with mock.patch.dict(os.environ, {"COLUMNS": "84"}):
         for parser in parsers():
             yield from ("", f"{'##' if ' ' in parser.prog else '## The command'} `{parser.prog}`", "")
             yield from ("```text", parser.format_help().rstrip(), "```")
@@ -145,6 +155,7 @@ def message_classes() -> list[type[messages.Message]]:
 
 PAGES: dict[str, Callable[[], str]] = {
     **{f"reference/{module}.md": (lambda module=module: api_page(module)) for module in MODULES},  # type: ignore[misc]
+    "reference/zmqgrad.md": package_page,
     "reference/command-line.md": command_line_page,
     "reference/errors.md": errors_page,
     "reference/messages.md": messages_page,

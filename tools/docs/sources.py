@@ -59,5 +59,6 @@ def _member(node: ast.AST, name: str, problem: str) -> ast.AST:
 
 def to_markdown(docstring: str) -> str:
     """``docstring`` with Sphinx's roles and literal blocks in the syntax of Markdown."""
-    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", docstring)
+    text = re.sub(r":\w+:`([^`<]+) <[^`>]+>`|:mod:`([\w.]+)`", r"`\1\2`", docstring)
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
     return re.sub(r"::$", ":", text, flags=re.MULTILINE)
