@@ -84,7 +84,8 @@ def visit(driver: Any, page: Path, axe: str, shots: Path | None) -> Iterator[str
                 yield f"{width}: {overflow}"
             yield from (f"{width}, {theme}: {each}" for each in driver.execute_async_script(_AXE))
             if shots is not None:
-                save(driver, shots / f"{page.stem}-{width}-{theme}.png")
+                name = "-".join(page.relative_to(SITE).with_suffix("").parts)
+                save(driver, shots / f"{name}-{width}-{theme}.png")
 
 
 def faults_of_loading(driver: Any) -> Iterator[str]:
