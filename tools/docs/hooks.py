@@ -18,7 +18,8 @@ SCRIPTS = {
 """What draws the diagrams, and what searches without a server. ``make docs`` fetches them; otherwise, pages
 load them from a CDN."""
 DIAGRAM = (
-    '```mermaid\n%%{init: {"fontSize": 13, "themeVariables": {"signalColor": "#8890a8"}, "sequence": {"useMaxWidth": false, "diagramMarginX": 4, "actorMargin": 10, "width": 70}, '
+    '```mermaid\n%%{init: {"fontSize": 13, "themeVariables": {"signalColor": "#8890a8"}, '
+    '"sequence": {"useMaxWidth": false, "diagramMarginX": 4, "actorMargin": 10, "width": 70}, '
     '"state": {"useMaxWidth": false, "nodeSpacing": 20}, '
     '"flowchart": {"useMaxWidth": false, "padding": 8, "nodeSpacing": 20, '
     '"rankSpacing": 20, "subGraphTitleMargin": {"top": 4, "bottom": 12}}}}%%\n'

@@ -43,7 +43,7 @@ def api_page(module: str) -> str:
 
 
 def package_page() -> str:
-    """Reference of the package, with the functions that it imports on first access: griffe does not see them."""
+    """Reference of the package, and of the functions that it imports on first access: griffe sees none."""
     functions = "\n".join(
         f"::: {module}.{name}\n    options: {{show_root_heading: true, show_root_full_path: false}}\n"
         for name, module in zmqgrad._FUNCTIONS.items()
