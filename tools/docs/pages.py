@@ -34,21 +34,19 @@ MODULES = (
 )
 """The public modules, in the order of the reference."""
 
+HIDDEN = {"zmqgrad": zmqgrad._FUNCTIONS, "zmqgrad.autograd": {"context": "zmqgrad.autograd.api"}}
+"""Names that griffe does not see, with their modules: imported on first access, or named like a submodule."""
+
 _MESSAGE = re.compile(r"^    ([A-Z_]+) +(.*)$")
 
 
 def api_page(module: str) -> str:
     """Reference of one module, which mkdocstrings fills from the docstrings."""
-    return f"# {module}\n\n::: {module}\n"
-
-
-def package_page() -> str:
-    """Reference of the package, and of the functions that it imports on first access: griffe sees none."""
-    functions = "\n".join(
-        f"::: {module}.{name}\n    options: {{show_root_heading: true, show_root_full_path: false}}\n"
-        for name, module in zmqgrad._FUNCTIONS.items()
+    hidden = "".join(
+        f"\n::: {source}.{name}\n    options: {{show_root_heading: true, show_root_full_path: false}}\n"
+        for name, source in HIDDEN.get(module, {}).items()
     )
-    return f"{api_page('zmqgrad')}\n{functions}"
+    return f"# {module}\n\n::: {module}\n{hidden}"
 
 
 def errors_page() -> str:
@@ -155,7 +153,6 @@ def message_classes() -> list[type[messages.Message]]:
 
 PAGES: dict[str, Callable[[], str]] = {
     **{f"reference/{module}.md": (lambda module=module: api_page(module)) for module in MODULES},  # type: ignore[misc]
-    "reference/zmqgrad.md": package_page,
     "reference/command-line.md": command_line_page,
     "reference/errors.md": errors_page,
     "reference/messages.md": messages_page,
