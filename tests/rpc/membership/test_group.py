@@ -250,12 +250,14 @@ def test_shutdown_notices_the_death_of_a_worker_without_calls(
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(500)) for g in made]) == [None, None]
 
 
+@pytest.mark.parametrize("query", ["compare_set", "list_keys", "multi_get"])
 def test_shutdown_does_not_wait_long_for_a_store_that_ended_with_worker_0(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, query: str
 ) -> None:
     """No message has passed between the two, so that only the barrier can notice the death."""
     made = groups(2)
     gone = made[0].worker.membership.own.endpoints
+    monkeypatch.setattr(shutdown, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(shutdown, "is_reachable", lambda endpoint: endpoint not in gone)
     all_at_once([join(g) for g in made])
     made[0].close()
@@ -265,12 +267,27 @@ def test_shutdown_does_not_wait_long_for_a_store_that_ended_with_worker_0(
         patience.append(store.timeout.total_seconds())
         raise StoreTimeoutError("no reply")
 
-    monkeypatch.setattr(store, "wait", no_reply)
-    monkeypatch.setattr(store, "list_keys", no_reply)
+    monkeypatch.setattr(store, query, no_reply)
     with pytest.raises(RpcTimeoutError, match="the store no longer replies"):
         made[1].leave(True, Deadline.after(500))
-    before, after = patience
-    assert before > shutdown.LOST_STORE_SECONDS == after
+    assert patience == [shutdown.LOST_STORE_SECONDS]
+
+
+def test_shutdown_waits_for_a_slow_store_while_worker_0_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = groups(2)
+    all_at_once([join(g) for g in made])
+    store, queries = made[1].store, list[str]()
+    compare_set = store.compare_set
+
+    def slow(key: str, *values: str) -> object:
+        queries.append(key)
+        if len(queries) == 1:
+            raise StoreTimeoutError("no reply")
+        return compare_set(key, *values)
+
+    monkeypatch.setattr(store, "compare_set", slow)
+    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None, None]
+    assert queries[:2] == ["arrived/1", "arrived/1"]
 
 
 def test_a_worker_that_waits_for_many_checks_them_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:

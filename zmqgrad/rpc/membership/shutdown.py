@@ -18,6 +18,8 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from zmqgrad.errors import ClosedError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.membership.registry import Registry
@@ -28,6 +30,8 @@ from zmqgrad.store import Store, TCPStore
 from zmqgrad.transport.heartbeat.failure_detector import is_on_this_host, is_reachable
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LOG_INTERVAL_SECONDS = 5.0
 """Interval of the log lines that name the workers being waited for."""
@@ -43,7 +47,8 @@ LEAVE_POLL_SECONDS = 2.0
 """The same in the last step; also the timeout of the store's replies to a worker that leaves."""
 
 LOST_STORE_SECONDS = 5.0
-"""After this long without a reply of the store, check whether worker 0, which may serve it, has died."""
+"""When a query of the store has had no reply for this long, check whether worker 0, which may serve it, has
+died, before the query is repeated."""
 
 ROUND_BACKOFF_SECONDS = 0.001, 0.5
 """First and longest pause between rounds whose sums do not agree and do not change."""
@@ -113,6 +118,7 @@ class ShutdownBarrier:
         self._served = served
         self._dead: set[int] = set()  # ranks of workers that died
         self._step = ""  # the step at which all others are waited for
+        self._patience = store.timeout.total_seconds()  # how long a store that may be alive is waited for
 
     def run(self, deadline: Deadline) -> None:
         """Return when all workers have arrived and are quiet, and this one may leave.
@@ -121,7 +127,7 @@ class ShutdownBarrier:
             RpcTimeoutError: if others do not arrive or finish by ``deadline``, naming them.
             StoreError: if the store does not reply.
         """
-        self._store.set_timeout(min(self._store.timeout.total_seconds(), deadline.left()))
+        self._store.set_timeout(min(self._patience, LOST_STORE_SECONDS, deadline.left()))
         self._worker.hooks.peer_lost.append(lambda rank, _: self._post_on_behalf_later(rank))
         self._meet("arrived", "to call shutdown", deadline)
         self._wait_until_quiet(deadline)
@@ -163,12 +169,12 @@ class ShutdownBarrier:
         read the same values and take the same next step, whenever they notice a death.
         """
         self._step = step
-        self._store.compare_set(f"{step}/{self._worker.id}", "", value)
+        self._ask(lambda: self._store.compare_set(f"{step}/{self._worker.id}", "", value), deadline)
         for rank in self._dead.union(list(self._worker.lost)):
-            self._post_on_behalf(rank)
+            self._ask(partial(self._post_on_behalf, rank), deadline)
         keys = [f"{step}/{rank}" for rank in range(self._worker.membership.world_size)]
         self._wait_for(keys, why, deadline)
-        posted = [raw.decode() for raw in self._store.multi_get(keys)]
+        posted = [raw.decode() for raw in self._ask(lambda: self._store.multi_get(keys), deadline)]
         self._dead |= {rank for rank, value in enumerate(posted) if value == DEAD}
         return posted
 
@@ -184,7 +190,7 @@ class ShutdownBarrier:
                 self._store.wait([keys[rank] for rank in missing], min(deadline.left(), POLL_SECONDS))
                 return
             except StoreTimeoutError:
-                present = self._list_posted()
+                present = set(self._ask(lambda: self._store.list_keys(f"{self._step}/"), deadline))
                 missing = [rank for rank, key in enumerate(keys) if key not in present]
                 if not missing:
                     return
@@ -195,7 +201,7 @@ class ShutdownBarrier:
                 if dead:
                     logger.warning("%s: shutdown goes on without the dead among %s", self._worker.name, names)
                     for rank in dead:
-                        self._post_on_behalf(rank)
+                        self._ask(partial(self._post_on_behalf, rank), deadline)
                     continue
                 if deadline.passed():
                     raise RpcTimeoutError(
@@ -206,18 +212,19 @@ class ShutdownBarrier:
                     logger.log(level, "%s: shutdown waits for %s %s", self._worker.name, names, why)
                     next_log = Deadline.after(LOG_INTERVAL_SECONDS)
 
-    def _list_posted(self) -> set[str]:
-        """Return the keys posted at this step."""
-        usual = self._store.timeout.total_seconds()
-        self._store.set_timeout(min(usual, LOST_STORE_SECONDS))
-        try:
-            return set(self._store.list_keys(f"{self._step}/"))
-        except StoreTimeoutError:
-            if self._is_dead(0):
-                raise
-        finally:
-            self._store.set_timeout(usual)
-        return set(self._store.list_keys(f"{self._step}/"))
+    def _ask(self, query: Callable[[], T], deadline: Deadline) -> T:
+        """Return what ``query`` returns, which may be repeated until the store replies.
+
+        Raises:
+            StoreTimeoutError: if it does not reply in time, or worker 0 has died.
+        """
+        patience = Deadline.after(min(self._patience, deadline.left()))
+        while True:
+            try:
+                return query()
+            except StoreTimeoutError:
+                if patience.passed() or self._is_dead(0):
+                    raise
 
     def _post_on_behalf(self, rank: int) -> None:
         """Post for a dead worker, unless it has posted, or no worker is being waited for."""
