@@ -104,7 +104,8 @@ def test_two_workers_of_the_wheel(environment: Path) -> None:
 
 def test_type_checkers_and_the_report_find_their_files(environment: Path) -> None:
     code = """from importlib.resources import files
-for name in ("py.typed", "trace/report/page.html", "trace/report/script/page.js", "trace/report/page.css"):
+scripts = [f"trace/report/script/{name}" for name in ("data.js", "filter.js", "timeline.js", "page.js")]
+for name in ("py.typed", "trace/report/page.html", "trace/report/page.css", *scripts):
     assert files("zmqgrad").joinpath(name).is_file(), name
 from importlib.metadata import metadata
 print(metadata("zmqgrad")["Version"], metadata("zmqgrad")["License-Expression"])"""

@@ -166,4 +166,4 @@ def test_a_table_keeps_to_the_width_of_the_terminal(
 
 def test_long_names_are_cut_before_numbers() -> None:
     lines = list(table(("function", "calls"), [("x" * 50, "123456")], 30))
-    assert lines == ["function       calls", f"{'x' * 11}…  123456"]
+    assert lines == ["function       calls", f"{'x' * 11}~  123456"]

@@ -198,7 +198,18 @@ def test_two_tails_at_once_end_by_ctrl_c_and_by_a_closed_pipe(tmp_path: Path) ->
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_log_whose_process_was_killed_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_log_whose_process_was_killed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    """Nor while it is a zombie, whose descriptors only root may list."""
+    list_directory = Path.iterdir
+
+    def refuse(self: Path) -> Iterator[Path]:
+        if self.match("/proc/*/fd"):
+            raise PermissionError(str(self))
+        return list_directory(self)
+
     script = "import time\nfrom zmqgrad.trace import record\nfrom tests.trace.test_tail import Talker\n"
     script += (
         f"with record({str(tmp_path)!r}) as r:\n t=Talker(); t.wait_once(); r.flush(); print(1, flush=True)\n"
@@ -211,6 +222,9 @@ def test_a_log_whose_process_was_killed_is_not_waited_for(tmp_path: Path) -> Non
         with Follower(tmp_path) as follower:
             assert follower.is_recording()
             process.kill()
-            process.wait(20)
-            assert not follower.is_recording()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            with monkeypatch.context() as patch:
+                if not is_listed:
+                    patch.setattr(Path, "iterdir", refuse)
+                assert not follower.is_recording()
     assert run(tmp_path) == 0

@@ -186,7 +186,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: float) -
     longest = max(map(len, names))
     if longest + sum(widths) > width:
         longest = min(longest, max(MIN_NAME_WIDTH, int(width) // 3))
-    shown = [name if len(name) <= longest else f"{name[: longest - 1]}…" for name in names]
+    shown = [name if len(name) <= longest else f"{name[: longest - 1]}~" for name in names]
     blocks: list[list[Sequence[str]]] = []
     left = 0.0
     for cells, needed in zip(numbers, widths, strict=True):

@@ -137,11 +137,13 @@ def graph(job: Job, context: int | None = None) -> Graph:
             f"{job.directory} has no autograd context {show_id(context)}: "
             "`zmqgrad trace graph --list` shows them"
         )
-    return _with_names(chosen, functions)
+    return _with_names(chosen, functions, {worker.rank: worker.name for worker in job.workers()})
 
 
-def _with_names(context: Context, functions: Mapping[tuple[int, int], str]) -> Graph:
-    names = context.workers
+def _with_names(
+    context: Context, functions: Mapping[tuple[int, int], str], all_names: Mapping[int, str]
+) -> Graph:
+    names = {**all_names, **context.workers}
     sends = {
         send.id: Send(
             send.id,
@@ -166,7 +168,7 @@ def _with_names(context: Context, functions: Mapping[tuple[int, int], str]) -> G
             for number in (*group.sends, *group.recvs):
                 if number in sends and each.id not in sends[number].uses:
                     sends[number].uses.append(each.id)
-    workers = list(dict.fromkeys(names[rank] for rank in sorted(names)))
+    workers = list(dict.fromkeys(names[rank] for rank in sorted(context.workers)))
     return Graph(context.number, workers, list(sends.values()), passes)
 
 

@@ -45,7 +45,14 @@ def _has_open(pid: int, path: Path) -> bool:
     try:
         return any(_target(link) == wanted for link in folder.iterdir())
     except PermissionError:
-        return True  # of another user: it exists
+        return not _is_zombie(pid)  # of another user: it exists
+    except OSError:
+        return False
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
 

@@ -30,8 +30,9 @@ from zmqgrad.trace.events import (
     WaitEnded,
 )
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.kinds import SERVED, is_store
+from zmqgrad.trace.kinds import PROGRAM_CALLS, is_store
 from zmqgrad.trace.model import Actor, Call, Message, Process, Stamped
+from zmqgrad.wire.messages import MessageType
 
 MESSAGE_NANOSECONDS = 500
 """How long the mark of a message is: arrows need a slice. Two of a thread are further apart."""
@@ -288,11 +289,12 @@ class _Threads:
 
 _MESSAGES = (MessageSent, MessageReceived)
 _OF_THREADS = (WaitBegun, WaitEnded, PassStarted, PassFinished, GroupExecuted, RendezvousStep)
+_REPLIED_TO = PROGRAM_CALLS | {MessageType.DISCOVER_AUTOGRAD_REQ}
 
 
 def expects_reply(call: Call) -> bool:
     """Whether its requester gets a reply; gradients, for example, are requests that get none."""
-    return call.reply is not None or call.request.kind in SERVED or is_store(call.request.kind)
+    return call.reply is not None or call.request.kind in _REPLIED_TO or is_store(call.request.kind)
 
 
 def flow_id(message: Message) -> int:

@@ -175,7 +175,9 @@ def early_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_block_that_is_released_too_early_is_noticed(early_release: None) -> None:
     with pytest.raises(BaseException, match=r"assert|changed under a fork|distinct failures"):
-        run_state_machine_as_test(Leases, settings=settings(STEPS, max_examples=1000, phases=[Phase.generate]))
+        run_state_machine_as_test(
+            Leases, settings=settings(STEPS, max_examples=1000, phases=[Phase.generate])
+        )
 
 
 def test_the_programs_use_shared_memory() -> None:
