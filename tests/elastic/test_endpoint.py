@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -100,17 +103,22 @@ def _run_two_agents(tmp_path: Path, backend: str, endpoint: str) -> None:
         *(f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"),
         *("--max-restarts=1", "--local-addr=127.0.0.1", "--monitor-interval=0.1", str(script)),
     ]
-    agents = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    try:
-        said = [agent.communicate(timeout=120) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    lines = "".join(out for out, _ in said).splitlines()
-    assert {"0 of 2: 7", "1 of 2: 7"} <= set(lines), said
+    environ = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    outputs = [tmp_path / "agent0.txt", tmp_path / "agent1.txt"]
+    agents = []
+    for output in outputs:
+        with output.open("w") as file:
+            agents.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ))
+    deadline = time.monotonic() + 100
+    for agent in agents:
+        try:
+            agent.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            agent.send_signal(signal.SIGABRT)  # prints the stacks
+            agent.wait(10)
+    said = [output.read_text() for output in outputs]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n\n".join(said)
+    assert {"0 of 2: 7", "1 of 2: 7"} <= set("\n".join(said).splitlines()), said
 
 
 def test_the_documented_program_runs(tmp_path: Path) -> None:

@@ -427,7 +427,7 @@ def run_body(body: Body, world: World, values: list[_Value]) -> list[Tensor]:
         elif isinstance(step, Hook):
             made = [v for v in values if v.made and v.get().requires_grad]
             if made:
-                made[step.a % len(made)].get().register_hook(torch.tanh)
+                made[step.a % len(made)].get().register_hook(_bend)
         elif isinstance(step, Quiet):
             a = at(step.a).use(False)  # waits, if it is not there yet, before
             with torch.no_grad():
@@ -526,18 +526,23 @@ def make_leaf(number: int, hook: str = "") -> Tensor:
     leaf = torch.rand(SIDE, SIDE, generator=random, dtype=torch.float64) * 1.8 - 0.9
     leaf.requires_grad_()
     if hook == "tensor":
-        leaf.register_hook(torch.tanh)
+        leaf.register_hook(_bend)
     elif hook == "post":
         leaf.register_post_accumulate_grad_hook(_halve)
     elif hook:
         node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
         if hook == "before":
-            node.register_prehook(lambda gradients: (gradients[0].tanh(),))
+            node.register_prehook(lambda gradients: (_bend(gradients[0]),))
         else:
-            leaf.register_hook(torch.sin)
+            leaf.register_hook(lambda gradient: _bend(gradient, torch.sin))
             node.register_hook(lambda made, gradients: None)
         leaf.node = node  # type: ignore[attr-defined]
     return leaf
+
+
+def _bend(gradient: Tensor | None, by: Callable[[Tensor], Tensor] = torch.tanh) -> Tensor | None:
+    """A hook gets None if a custom function has returned None for the gradient."""
+    return None if gradient is None else by(gradient)
 
 
 def _halve(leaf: Tensor) -> None:
