@@ -29,14 +29,17 @@ def messages_of(cls: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return st.builds(cls, **{f.name: st.deferred(lambda f=f: _of(f.type)) for f in info.fields})  # type: ignore[misc]
 
 
+def _at_most(length: int, kind: inspect.StrType | inspect.BytesType | inspect.VarTupleType) -> int:
+    return length if kind.max_length is None else min(length, kind.max_length)
+
+
 def _of(kind: inspect.Type) -> st.SearchStrategy[Any]:
     if isinstance(kind, inspect.StructType):
         return messages_of(kind.cls)
     if isinstance(kind, inspect.UnionType):
         return st.one_of([_of(k) for k in kind.types])
     if isinstance(kind, inspect.VarTupleType):
-        most = LONGEST if kind.max_length is None else min(LONGEST, kind.max_length)
-        size = st.integers(0, most) | st.just(0)  # most often short: parts hold parts
+        size = st.integers(0, _at_most(LONGEST, kind)) | st.just(0)  # most often short: parts hold parts
         return size.flatmap(lambda n: st.tuples(*[_of(kind.item_type)] * n))
     if isinstance(kind, inspect.TupleType):
         return st.tuples(*map(_of, kind.item_types))
@@ -49,9 +52,9 @@ def _of(kind: inspect.Type) -> st.SearchStrategy[Any]:
     if isinstance(kind, inspect.FloatType):
         return st.floats(min_value=kind.ge, allow_nan=False)
     if isinstance(kind, inspect.StrType):
-        return st.text(max_size=20)
+        return st.text(max_size=_at_most(20, kind))
     if isinstance(kind, inspect.BytesType):
-        return st.binary(max_size=40)
+        return st.binary(max_size=_at_most(40, kind))
     if isinstance(kind, inspect.BoolType):
         return st.booleans()
     if isinstance(kind, inspect.NoneType):
