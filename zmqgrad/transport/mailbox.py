@@ -79,6 +79,9 @@ MAX_SOCKETS = 16_384
 MAILBOX_DESCRIPTORS = 32
 """That must be free where a mailbox is opened. It uses some 20, and more for each peer."""
 
+LAST_REPLIES_SECONDS = 0.05
+"""A peer that the monitor finds lost is reported lost after this time, in which its last replies are read."""
+
 NO_FRAMES = PreparedFrames(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
@@ -245,6 +248,7 @@ class ZmqMailbox(Mailbox):
         if timer is None:
             timer = self._own_timer = TimerThread(self._name)
             self._own_timer.start()
+        self._timer = timer
         self._plane.start(timer)
         self._sessions.start(timer, self._receiver)
         self._connections.resolve = resolve
@@ -252,6 +256,10 @@ class ZmqMailbox(Mailbox):
         self._receiver.start(self._received, pool, on_idle)
 
     def _lose(self, peer: int, where: str) -> None:
+        # The monitor may notice the end of a process before its last replies, which have arrived, are read.
+        self._timer.call_later(LAST_REPLIES_SECONDS, lambda: self._lose_now(peer, where))
+
+    def _lose_now(self, peer: int, where: str) -> None:
         self._plane.shared_memory.forget(peer)
         self._lost(peer, where)
 
