@@ -84,6 +84,19 @@ def test_docstrings_are_complete(module: str) -> None:
     assert {name: found for name, each in functions.items() if (found := list(undescribed(each)))} == {}
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_placeholders_in_angle_brackets_are_code(module: str) -> None:
+    """Otherwise the page of the reference takes them for HTML, and does not show them."""
+    loaded = importlib.import_module(module)
+    documented = {name: getattr(loaded, name) for name in getattr(loaded, "__all__", ())}
+    texts = {name: inspect.getdoc(each) or "" for name, each in documented.items()}
+    prose = {name: re.sub(r"``.*?``", "", text, flags=re.DOTALL) for name, text in texts.items()}
+    torchs = {
+        name for name, each in documented.items() if getattr(each, "__module__", "").startswith("torch.")
+    }
+    assert {name for name, text in prose.items() if re.search(r"<[a-z]\w*>", text)} <= torchs
+
+
 def test_what_is_missing_is_found() -> None:
     def silent(a: int, b: int) -> int:
         """Add ``a`` to something."""

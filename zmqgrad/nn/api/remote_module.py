@@ -68,8 +68,8 @@ class RemoteModule(nn.Module, RpcSerializable):
     result back to the CPU, unless this worker has a device map for the worker of the module.
 
     Args:
-        remote_device: "<worker>/<device>" or "rank:<rank>/<device>". The default device is "cpu", the default
-            worker this one.
+        remote_device: ``"<worker>/<device>"`` or ``"rank:<rank>/<device>"``. The default device is "cpu", the
+            default worker this one.
         module_cls: a class or function that returns the module, an ``nn.Module``; it is called on that
             worker. The first use of the module raises its exceptions.
         args, kwargs: the arguments of ``module_cls``.
