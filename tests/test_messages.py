@@ -114,6 +114,8 @@ def test_a_store_query_names_its_reply_which_is_a_response(cls: type[Message]) -
 def test_requests_and_responses_are_distinguished_by_their_bits() -> None:
     neither = {t.name for t in MessageType if not t & (REQUEST | RESPONSE)}
     assert neither == {
+        "ARENA_OFFER",
+        "LARGE_MESSAGE",
         "KEY_CREATED",
         "KEY_UPDATED",
         "KEY_DELETED",
@@ -169,6 +171,7 @@ def test_every_sequence_and_text_has_a_bound(cls: type[Message]) -> None:
     # Bounded by the frame alone, on purpose: what user code raised, and what was small enough to go inline.
     assert set(unbounded) <= {
         "Blob.data",
+        "Chunk.data",
         "ExceptionReply.text",
         "ExceptionReply.traceback",
         "ExceptionReply.pickled",

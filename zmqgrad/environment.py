@@ -137,7 +137,7 @@ spin_us = Setting[int | None]("ZMQGRAD_SPIN_US", _parse_microseconds, None)
 """How long (µs) a thread spins for a message before it blocks (8000; 0: it does not spin)."""
 
 local_fast_path = Setting("ZMQGRAD_LOCAL_FAST_PATH", _parse_switch, True)
-"""Whether small messages between processes of one host bypass libzmq."""
+"""Whether messages between processes of one host bypass libzmq."""
 
 TRACE = "ZMQGRAD_TRACE"
 

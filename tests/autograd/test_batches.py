@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.autograd.engine import batch, step
+from zmqgrad.autograd.engine import batch, participant, step
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.tap import Tapped, observer
@@ -26,6 +26,7 @@ EVER, NEVER = 1e9, 0.0
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is, all that is there is handled in one go."""
     monkeypatch.setattr(step, "FLUSH_SECONDS", EVER)
+    monkeypatch.setattr(participant, "HELP_SECONDS", EVER)
 
 
 @pytest.fixture

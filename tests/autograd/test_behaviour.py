@@ -16,6 +16,7 @@ from tests.autograd.contexts import wait_until_released
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.autograd.engine import executor
+from zmqgrad.autograd.graph.hooks import internal_hook
 from zmqgrad.errors import AutogradError
 from zmqgrad.testing import Cluster, cluster
 
@@ -440,6 +441,32 @@ def test_a_hook_of_a_tensor_sees_the_whole_gradient_once(c: Cluster) -> None:
         backward(ctx, [(x + rpc.rpc_sync(1, same, (x,))).sum()])
         assert_gradients(ctx, (w, [6.0]))
     assert seen == [2.0]
+
+
+def test_a_pass_that_starts_while_another_registers_a_hook_runs_hooks_once(c: Cluster) -> None:
+    w, other = leaf(1), leaf(1) * 2
+    registering, ended = threading.Event(), threading.Event()
+
+    def register(hook: Any) -> Any:
+        registering.set()
+        ended.wait(0.3)  # the pass may wait for the registration
+        return other.grad_fn.register_hook(hook)  # type: ignore[union-attr]
+
+    def other_pass() -> None:
+        with internal_hook(register, lambda *_: None):
+            pass
+
+    with context() as ctx:
+        x = w * 1
+        x.register_hook(lambda gradient: gradient * 3)
+        loss = (x + rpc.rpc_sync(1, same, (x,))).sum()
+        thread = threading.Thread(target=other_pass)
+        thread.start()
+        assert registering.wait(10)
+        backward(ctx, [loss])
+        ended.set()
+        thread.join(10)
+        assert_gradients(ctx, (w, [6.0]))
 
 
 def test_a_hook_of_a_leaf_sees_the_whole_gradient_once(c: Cluster) -> None:

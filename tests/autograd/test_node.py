@@ -86,6 +86,22 @@ def test_internal_hooks_are_not_counted_and_are_removed() -> None:
     assert hooks.hooks_registered()
 
 
+def test_a_hook_counts_while_an_internal_hook_is_being_registered() -> None:
+    y = leaf(2) * 2
+    y.register_hook(lambda g: g)
+    seen = []
+
+    def register(hook: Any) -> Any:
+        seen.append(hooks.hooks_registered())
+        handle = y.grad_fn.register_hook(hook)  # type: ignore[union-attr]
+        seen.append(hooks.hooks_registered())
+        return handle
+
+    with hooks.internal_hook(register, lambda *_: None):
+        seen.append(hooks.hooks_registered())
+    assert seen == [True] * 3
+
+
 def test_evaluate_node_without_gradients_returns_none() -> None:
     assert evaluate_node((leaf(2) * 2).grad_fn, [None]) == [None, None]
 

@@ -1,10 +1,12 @@
-"""The work queue: each arrival is taken once, by one consumer at a time, and none is left behind."""
+"""The work queue: each arrival is taken once, by few consumers, and none is left behind."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zmqgrad.autograd.engine import work_queue
 from zmqgrad.autograd.engine.work_queue import WorkQueue
 
 
@@ -31,6 +33,28 @@ def test_repetitions_are_ignored() -> None:
     assert queue.take(10) == arrivals(1, 2, 3)
     assert queue.finish()
     assert not queue.add(arrivals(1))
+
+
+def test_other_threads_help_while_arrivals_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_queue, "MAX_CONSUMERS", 2)
+    queue = WorkQueue()
+    assert not queue.help()
+    assert queue.add(arrivals(0))
+    assert queue.take(1) == arrivals(0)
+    assert not queue.needs_help()  # one gradient is handled by the thread that is there
+    queue.add(arrivals(1, 2, 3, 4))
+    assert queue.take(1) == arrivals(1)
+    assert queue.needs_help()
+    assert queue.help()
+    assert queue.take(1) == arrivals(2)
+    assert not queue.help()  # there are enough consumers
+    assert not queue.finish()
+    assert queue.take(9) == arrivals(3, 4)
+    assert queue.finish()
+    assert queue.is_consumed()
+    assert not queue.help()  # nothing waits
+    assert queue.finish()
+    assert not queue.is_consumed()
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=30))

@@ -316,6 +316,20 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(
     assert launched.all_gone(ENDS_WITHIN)
 
 
+def test_programs_of_a_shell_script_do_not_outlive_a_launcher_that_is_killed(
+    script: Path, launch: type[Launched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends the shells with the launcher, and not what they have started."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    script.write_text(WAIT)
+    shell = tmp_path / "script.sh"
+    shell.write_text(f"#!/bin/sh\n{sys.executable} {script} $1\ntrue\n")
+    shell.chmod(0o700)
+    launched = launch("--no-python", "--nproc-per-node", 2, shell, "stubborn", processes=2)
+    launched.launcher.kill()
+    assert launched.all_gone(ENDS_WITHIN)
+
+
 def test_orphan_processes_end_with_the_job(script: Path, launch: type[Launched]) -> None:
     script.write_text(WAIT)
     launched = launch("--nproc-per-node", 2, script, "family", "leave", processes=4)

@@ -24,8 +24,10 @@ from zmqgrad.elastic import (
     RendezvousTimeout,
     StoreBackend,
 )
+from zmqgrad.elastic.endpoint import open_endpoint
 from zmqgrad.elastic.events import NodeState, RdzvEvent
 from zmqgrad.elastic.handler import LEASE_MARGIN
+from zmqgrad.elastic.state import decode
 from zmqgrad.elastic.state_holder import Token
 from zmqgrad.errors import (
     RendezvousClosedError,
@@ -207,6 +209,48 @@ def test_a_handler_that_is_dropped_stops_to_renew() -> None:
     eventually(threading.active_count, lambda n: n < before)
     backend.close()
     store.close()
+
+
+def test_a_node_that_joins_at_the_last_moment_keeps_the_server() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT)
+    settings, client = RendezvousSettings("job", 1, 1), store.clone()
+    late = RendezvousHandler(settings, StoreBackend(client, "job"), client)
+    server = RendezvousHandler(settings, RacingBackend(store, late.next_rendezvous), store)
+    server.next_rendezvous()
+    server.close()
+    assert late.next_rendezvous().round == 2, "it was in round 1, and joins again over the same store"
+    late.close()
+    client.close()
+    open_endpoint(f"127.0.0.1:{store.port}", WAIT).close()
+
+
+class RacingBackend(StoreBackend):
+    """Lets another node join between the look of its own node at a state without nodes, and what follows."""
+
+    def __init__(self, store: TCPStore, join: Callable[[], object]) -> None:
+        super().__init__(store, "job", owned=True)
+        self._joins = iter([join])
+        self._is_empty = False
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = super().get_state()
+        self._is_empty = found is not None and not decode(found[0]).participants
+        return found
+
+    def _race(self) -> None:
+        if self._is_empty:
+            for join in self._joins:
+                join()
+
+    def set_state(
+        self, state: bytes, token: Token = None, announce: bool = True
+    ) -> tuple[bytes, Token, bool] | None:
+        self._race()
+        return super().set_state(state, token, announce)
+
+    def close(self, in_use: bool = False) -> None:
+        self._race()
+        super().close(in_use)
 
 
 # ---- faults -----------------------------------------------------------------------------------------------

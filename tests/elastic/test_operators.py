@@ -14,6 +14,7 @@ from zmqgrad.elastic.operators import (
     exit_round,
     join,
     keep_alive,
+    retire,
 )
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import NodeDesc, RendezvousState, decode, encode, new_node
@@ -115,6 +116,17 @@ def test_close_marks_the_rendezvous_as_closed() -> None:
     assert close(known_to(C, state, now=DEADLINE + 1), DEADLINE) is Action.ERROR_TIMEOUT
     apply(Action.MARK_RENDEZVOUS_CLOSED, state, A, SETTINGS)
     assert close(known_to(C, state, now=DEADLINE + 1), DEADLINE) is Action.FINISH
+
+
+def test_a_state_that_no_other_node_uses_is_retired() -> None:
+    state = gathering(A)
+    assert retire(known_to(B, state), DEADLINE) is Action.FINISH
+    apply(Action.REMOVE_FROM_PARTICIPANTS, state, A, SETTINGS)
+    assert retire(known_to(B, state), DEADLINE) is Action.MARK_RETIRED
+    assert retire(known_to(B, state, now=DEADLINE + 1), DEADLINE) is Action.ERROR_TIMEOUT
+    apply(Action.MARK_RETIRED, state, B, SETTINGS)
+    assert retire(known_to(B, state), DEADLINE) is Action.FINISH
+    assert join(known_to(A, state), DEADLINE) is Action.ERROR_CLOSED
 
 
 def test_keep_alive_renews_a_heartbeat_that_is_due() -> None:

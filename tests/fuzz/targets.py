@@ -40,7 +40,7 @@ from zmqgrad.transport.sealed import records
 from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
 from zmqgrad.transport.shared_memory.segment import Segment
 from zmqgrad.wire.codec import DECODE_ERRORS, decode, decode_all, encode
-from zmqgrad.wire.frames import ENVELOPE_FORMAT, WITH_MANIFEST
+from zmqgrad.wire.frames import ENVELOPE_FORMAT, MAGIC, VERSION, WITH_MANIFEST
 from zmqgrad.wire.messages import BY_TYPE, ArenaOffer, Manifest, Tensors
 
 Target = Callable[[bytes], None]
@@ -67,7 +67,7 @@ def target(*errors: type[Exception]) -> Callable[[Target], Target]:
 
 
 def enveloped(kind: int, header: bytes) -> bytes:
-    return ENVELOPE_FORMAT.pack(b"zg", 2, 0, kind, 1, 2, 3, 0, 0, 0) + header
+    return ENVELOPE_FORMAT.pack(MAGIC, VERSION, 0, kind, 1, 2, 3, 0, 0, 0, 0, 0) + header
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
@@ -125,7 +125,7 @@ def shared_memory(data: bytes) -> None:
     """A manifest of a peer whose segment is mapped here, and the offer of another segment."""
     segment, blocks = Segment(1 << 16), MappedBlocks(lambda: None)
     try:
-        assert blocks.map(1, segment.offer(1)).nonce == segment.nonce
+        blocks.map(1, ArenaOffer(segment.id, segment.size), segment.open_for_reader(1))
         use_blocks(segment, blocks, data)
     finally:
         blocks.close()
@@ -135,10 +135,11 @@ def shared_memory(data: bytes) -> None:
 def use_blocks(segment: Segment, blocks: MappedBlocks, data: bytes) -> None:
     try:
         offer = msgspec.msgpack.decode(data, type=ArenaOffer)
-        assert not blocks.map(2, offer).nonce
-        return
     except DECODE_ERRORS:
         pass
+    else:
+        blocks.map(2, offer, segment.open_for_reader(2))
+        return
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except DECODE_ERRORS:

@@ -69,6 +69,7 @@ def test_references_and_losses(pair: Cluster) -> None:
     with pair.acting(1) as owner:
         assert rpc.get_debug_info()["references"]["owner_rrefs"] == 1
         owner.lose(0, "unplugged")
+        pair.network.wait_quiet()
         assert rpc.get_debug_info()["peers"][0]["state"] == "lost: unplugged"
         assert rpc.get_debug_info()["references"]["forks"] == 0
 

@@ -208,8 +208,9 @@ def test_waiting_sends_show_in_debug_info_and_fail_with_their_peer() -> None:
         thread.start()
         assert event.wait(20)
         shown = next(p for p in debug_info(both[0])["peers"] if p["name"] == "w1")
-        assert shown["on_the_way"] == 2 * N * 4
-        assert shown["waiting"] == {"messages": 1, "bytes": N * 4}
+        assert 2 * N * 4 < shown["on_the_way"] < 2 * N * 4 + 2000  # headers count
+        assert shown["waiting"]["messages"] == 1
+        assert N * 4 < shown["waiting"]["bytes"] < N * 4 + 1000
         both[0].lose(1, "unplugged")
         thread.join(20)
         assert len(outcome) == 3  # the third is a future as well

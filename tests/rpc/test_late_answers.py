@@ -12,7 +12,7 @@ import pytest
 from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import RpcTimeoutError
-from zmqgrad.rpc import reply_port, server
+from zmqgrad.rpc import server
 from zmqgrad.rpc.current import current_worker, reset_current_worker, set_current_worker
 from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
@@ -29,7 +29,6 @@ OPTIONS = RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
     """Two workers of this process, over sockets; the test acts for the first."""
-    monkeypatch.setattr(reply_port, "DRAIN_SECONDS", 0.02)
     monkeypatch.setattr(table, "FLUSH_SECONDS", 0.001)
     workers = [make_worker(f"worker{n}", n, 2, ZmqMailbox(f"worker{n}", n), OPTIONS) for n in range(2)]
     for worker in workers:
@@ -102,7 +101,6 @@ def test_a_reply_in_flight_to_the_channel_at_the_timeout(
         worker.wait(call)
     gate.opened.set()
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
-    worker.ports.drain()
     wait_until_empty(pair)
 
 

@@ -188,6 +188,7 @@ def test_the_calls_of_a_dead_caller_are_cancelled(pair: Cluster) -> None:
     future = rpc.rpc_async(1, stop_and_look, timeout=0)
     assert stage.running.wait(WAIT)
     pair.workers[1].lose(0, "it fell over")
+    pair.network.wait_quiet()
     stage.go_on.set()
     pair.workers[0].lose(1, "it fell over")
     with pytest.raises(PeerLostError, match=r"worker1 .worker 1. is gone.*it fell over.*stop_and_look"):

@@ -51,6 +51,15 @@ def test_a_client_above_the_limit_is_refused(server: StoreServer) -> None:
         client.close()
 
 
+def test_clients_that_left_take_no_place(server: StoreServer) -> None:
+    """By tcp alone, as from other hosts, where many come and go."""
+    for _ in range(4):
+        clients = [TCPStore("127.0.0.1", server.port, timeout=PATIENCE, fast_path=False) for _ in range(3)]
+        for client in clients:
+            client.close()
+        eventually(lambda: server.statistics()["clients"], lambda clients: clients == 0)
+
+
 @pytest.mark.parametrize("seconds", [1e8, 1e300, float("inf")])
 def test_a_huge_timeout_does_not_block_others(server: StoreServer, seconds: float) -> None:
     with connect(server) as patient, connect(server) as other:

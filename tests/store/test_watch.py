@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from tests.support.processes import free_port
 from zmqgrad.errors import StoreError, StoreTimeoutError
-from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
+from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, service, watch
 from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
 from zmqgrad.store.effects import Notification
 from zmqgrad.store.events import MAX_PENDING_EVENTS, KeyCallbackAdapter, WatchEvent
 from zmqgrad.store.state import State
 from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_cache import WatchCache
+from zmqgrad.transport.query.subscriber import Subscriber
 from zmqgrad.wire.messages import (
     KeyCallbackRegistered,
     KeyUpdated,
@@ -436,6 +437,32 @@ def test_the_server_drops_watches_of_dead_clients() -> None:
                 return
             limit.wait(0.001)
         pytest.fail("the key of the client that went is watched still")
+
+
+@pytest.mark.slow
+def test_a_late_subscription_costs_other_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P8: the client connects anew, so the others read at once what they miss, not at the next renewal."""
+    monkeypatch.setattr(watch, "RENEW_SECONDS", 1e6)
+    monkeypatch.setattr(service, "SUBSCRIBE_SECONDS", 0.01)
+    subscribe, lost = Subscriber.subscribe, threading.Event()
+
+    def subscribe_without_proof(subscriber: Subscriber, *topics: bytes) -> None:
+        if b"late" in topics[0] and not lost.is_set():
+            lost.set()
+            topics = ()
+        subscribe(subscriber, *topics)
+
+    monkeypatch.setattr(Subscriber, "subscribe", subscribe_without_proof)
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as store:
+        seen: queue.Queue[bytes | None] = queue.Queue()
+        store.watch_key("k", lambda old, new: seen.put(new))
+        store.watch_key("late", lambda old, new: seen.put(new))
+        assert lost.is_set()
+        for value in (b"1", b"2"):
+            store.set("k", value)
+            assert seen.get(timeout=PATIENCE) == value
+        store.set("late", "3")
+        assert seen.get(timeout=PATIENCE) == b"3"
 
 
 @pytest.mark.slow

@@ -15,11 +15,22 @@ from tests.transport.contract import Office, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport import bulk
-from zmqgrad.transport.bulk import BufferPool, Reassembler, split
+from zmqgrad.transport.bulk import BufferPool, Reassembler, inline, split, split_first
 from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
+from zmqgrad.transport.local import MAX_PACKET_BYTES
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket
 from zmqgrad.transport.tap import Tapped, observer
-from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Hello, Manifest, MessageType, StoreSet
+from zmqgrad.wire.codec import encode
+from zmqgrad.wire.messages import (
+    Chunk,
+    FrameBuffer,
+    FrameSlice,
+    Hello,
+    LargeMessage,
+    Manifest,
+    MessageType,
+    StoreSet,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +44,7 @@ def some_bytes(size: int) -> bytes:
 
 def carry(assembly: Reassembler, load: PreparedFrames) -> tuple[Manifest | None, list[Any]]:
     """Send ``load`` in chunks; what the other side makes of it."""
-    rest, parts = split(load)
+    rest, parts = split(load, 1000)
     for chunk, data in parts:
         assembly.add(1, chunk, [bytearray(data)])
     if not parts:
@@ -59,7 +70,37 @@ def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
 
 def test_small_frames_are_not_split() -> None:
     load = PreparedFrames(None, [bytes(1000)])
-    assert split(load) == (load, [])
+    assert split(load, 1000) == (load, [])
+    nothing = PreparedFrames(None, [])
+    assert split(nothing, 0) == (nothing, [])
+
+
+def test_without_frames_of_its_own_a_message_is_split_in_all() -> None:
+    """As on one host, where a message is a packet."""
+    load = PreparedFrames(None, [b"", b"x", some_bytes(50_000)])
+    rest, parts = split(load, 0)
+    assert rest.frames == []
+    assert all(len(encode(inline(part), 1, 2, 3)) <= MAX_PACKET_BYTES for part in parts)
+    assembly = Reassembler()
+    for part in parts:
+        assembly.add(1, inline(part), [])
+    assert rest.manifest is not None
+    _, whole = assembly.complete(1, rest.manifest, [])
+    assert list(map(bytes, whole)) == [b"", b"x", some_bytes(50_000)]
+
+
+@given(st.integers(1, 100_000))
+def test_a_first_frame_in_chunks_is_put_together(size: int) -> None:
+    first = bytearray(some_bytes(size))
+    large, parts = split_first(first, 1000)
+    assembly = Reassembler()
+    for part in parts:
+        assembly.add(1, inline(part), [])
+    with pytest.raises(ProtocolError, match="missing"):
+        assembly.take(2, large.stream, large.size)
+    assert assembly.take(1, large.stream, large.size) == first
+    with pytest.raises(ProtocolError, match="missing"):
+        assembly.take(1, large.stream, large.size)
 
 
 def test_buffers_are_reused_when_their_reader_is_done() -> None:
@@ -194,7 +235,7 @@ def test_a_message_with_large_frames_is_one_message(office: Office) -> None:
         a.mailbox.send(1, StoreSet("key", b"value"), n, frames)
         (inbound,) = b.take()
         assert [bytes(f) for f in inbound.frames] == frames
-        assert inbound.socket_bytes == sum(map(len, frames))
+        assert sum(map(len, frames)) < inbound.socket_bytes < sum(map(len, frames)) + 1000
         assert a.mailbox.statistics()["inflight"]["bytes"][1] <= DEFAULT_INFLIGHT_BYTES
     assert shown == [MessageType.STORE_SET] * 3
     sent, received = a.mailbox.statistics(), b.mailbox.statistics()
@@ -206,8 +247,9 @@ def test_a_message_with_large_frames_is_one_message(office: Office) -> None:
 
 def test_a_chunk_of_nothing_costs_a_counter(office: Office) -> None:
     a, b = office.pair()
-    a.mailbox.send(1, Chunk(5, 17, 20), 0, [b"abc"])
+    a.mailbox.send(1, Chunk(5, 17, 20, b"abc"), 0)
+    a.mailbox.send(1, LargeMessage(9, 100), 0)
     a.mailbox.send(1, Hello("x"), 1)
     a.mailbox.send(1, Hello("x"), 2, [b"more"])
     b.take(2)
-    assert b.mailbox.statistics()["malformed"] == 1
+    assert b.mailbox.statistics()["malformed"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -10,14 +11,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.base import PeerAddress
-from zmqgrad.transport.heartbeat import SUFFIX, TOKEN_SIZE, HeartbeatListener, HeartbeatMonitor
+from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.transport.base import PeerAddress, PeerEnd
+from zmqgrad.transport.heartbeat import TOKEN_SIZE, HeartbeatListener, HeartbeatMonitor
 from zmqgrad.transport.heartbeat.failure_detector import (
     RETRY_SECONDS,
     FailureDetector,
@@ -40,14 +43,20 @@ class Heard:
 
     def __init__(self) -> None:
         self.lost: list[tuple[int, str]] = []
+        self.ended: list[bool] = []
         self.silent: list[tuple[int, bool]] = []
         self.changed = threading.Condition()
 
-    def on_lost(self, peer: int, why: str) -> None:
-        """A peer is gone."""
+    def on_lost(self, peer: int, why: str, ended: bool = False) -> None:
+        """A peer is gone; ``ended``: its process has certainly ended."""
         with self.changed:
             self.lost.append((peer, why))
+            self.ended.append(ended)
             self.changed.notify_all()
+
+    def on_end(self, end: PeerEnd) -> None:
+        """The link to a peer has ended."""
+        self.on_lost(end.peer, end.reason)
 
     def on_suspected(self, peer: int, seconds: float) -> None:
         """A peer is silent, or is not any more."""
@@ -65,17 +74,37 @@ class Heard:
         self.wait(lambda: (peer, True) in self.silent and self.silent[-1] == (peer, False))
 
 
+class Watch:
+    """A worker that watches, and replies at ``listener``."""
+
+    def __init__(
+        self, heard: Heard, limits: LivenessTimeouts = QUICK, listener: HeartbeatListener | None = None
+    ) -> None:
+        self._service = ServiceThread("w")
+        self._service.start()
+        self._monitor = HeartbeatMonitor(
+            "w", listener or a_listener(), self._service, heard.on_lost, heard.on_suspected, limits
+        )
+        self.watch, self.forget = self._monitor.watch, self._monitor.forget
+
+    def close(self) -> None:
+        self._monitor.close()
+        self._monitor.close()
+        assert self._monitor.join(Deadline.after(WAIT))
+        self._service.close()
+        assert self._service.join(Deadline.after(WAIT)) == []
+
+
 @contextmanager
 def watch(
     heard: Heard, limits: LivenessTimeouts = QUICK, listener: HeartbeatListener | None = None
-) -> Iterator[HeartbeatMonitor]:
-    """A worker that watches, and replies at ``listener``."""
-    made = HeartbeatMonitor("w", listener or a_listener(), heard.on_lost, heard.on_suspected, limits)
+) -> Iterator[Watch]:
+    """As :class:`Watch`."""
+    made = Watch(heard, limits, listener)
     try:
         yield made
     finally:
         made.close()
-        assert made.join(Deadline.after(WAIT)) == []
 
 
 def a_listener() -> HeartbeatListener:
@@ -113,9 +142,31 @@ def test_without_a_limit_the_frozen_are_never_lost() -> None:
 def test_a_stopped_monitor_does_not_suspect_its_peers() -> None:
     detector = FailureDetector(3.0, 20.0, now=0.0)
     detector.on_reply(1.0)
-    assert detector.tick(5000.0) is LivenessChange.NOTHING, "two intervals, whatever the clock says"
-    assert detector.tick(5001.0) is LivenessChange.SUSPECTED
+    assert detector.tick(5000.0) is LivenessChange.NOTHING, "one interval, whatever the clock says"
+    assert detector.tick(5001.0) is LivenessChange.NOTHING
+    assert detector.tick(5002.0) is LivenessChange.SUSPECTED
     assert detector.last_reply_at == 1.0
+
+
+@pytest.mark.parametrize("frozen", [0.001, 1.0, 1.1, 1.9, 2.0])
+def test_a_stopped_monitor_does_not_lose_a_healthy_peer_whatever_the_limit(frozen: float) -> None:
+    """When it goes on, the reply to its next ping has not arrived yet."""
+    detector = FailureDetector(3.0, frozen, now=0.0)
+    for now in (0.0, 5000.0, 9000.0):
+        detector.on_reply(now)
+        assert detector.tick(now + 4000.0) is LivenessChange.NOTHING
+    detector.on_reply(13_000.0)
+    told = [detector.tick(13_000.0 + n) for n in range(1, 4)]
+    assert LivenessChange.FROZEN in told, "but the frozen are lost soon"
+
+
+def test_silence_counts_anew_after_nothing_could_be_sent() -> None:
+    detector = FailureDetector(3.0, 20.0, now=0.0)
+    for n in range(1, 100):
+        assert detector.tick(float(n)) in (LivenessChange.NOTHING, LivenessChange.SUSPECTED)
+        detector.restart(float(n))
+    assert detector.silence == 0.0
+    assert not detector.suspected
 
 
 @pytest.mark.parametrize(
@@ -160,12 +211,12 @@ def test_a_peer_that_ends_is_lost(kind: str) -> None:
     heard = Heard()
     endpoints = [e for e in b.endpoints if e.startswith((kind, "heartbeat"))]
     try:
-        a.start(lambda inbound: None, lambda peer: PeerAddress(endpoints, b.incarnation), None, heard.on_lost)
+        a.start(lambda inbound: None, lambda peer: PeerAddress(endpoints, b.incarnation), None, heard.on_end)
         b.start(
             lambda inbound: arrived.set(),
             lambda peer: PeerAddress(a.endpoints, a.incarnation),
             None,
-            heard.on_lost,
+            heard.on_end,
         )
         a.send(1, Hello("a"), 1)
         assert arrived.wait(WAIT)
@@ -175,8 +226,8 @@ def test_a_peer_that_ends_is_lost(kind: str) -> None:
         heard.wait(lambda: heard.lost)
         [(peer, why)] = heard.lost
         assert peer == 1
-        refused = "" if kind == "ipc" else r", as 127\.0\.0\.1:\d+ refuses connections"
-        assert re.match(rf"its process has ended{refused} \(last heard of ", why)
+        refused = r", as 127\.0\.0\.1:\d+ refuses connections \(last heard of .*" if kind == "tcp" else ".*"
+        assert re.match(rf"its process has ended{refused}", why)
     finally:
         for mailbox in (a, b):
             mailbox.close()
@@ -189,7 +240,7 @@ def test_only_peers_that_nothing_was_sent_to_are_unmonitored() -> None:
     addresses = [PeerAddress(mailbox.endpoints, mailbox.incarnation) for mailbox in mailboxes]
     try:
         for mailbox in mailboxes:
-            mailbox.start(lambda inbound: None, addresses.__getitem__, None, heard.on_lost)
+            mailbox.start(lambda inbound: None, addresses.__getitem__, None, heard.on_end)
         own = mailboxes[0]
         for peer in (1, 2, 3):
             own.monitor(peer)
@@ -218,13 +269,13 @@ def test_a_silent_peer_is_suspected_until_it_replies(kind: str) -> None:
         watching.watch(7, address)
         heard.wait(lambda: (7, True) in heard.silent)
         assert not heard.lost
-        goes_on = HeartbeatMonitor("o", other, heard.on_lost, heard.on_suspected, LivenessTimeouts())
+        goes_on = Watch(heard, LivenessTimeouts(), other)
         heard.wait(lambda: (7, False) in heard.silent)
         assert not heard.lost
         goes_on.close()
-        assert goes_on.join(Deadline.after(WAIT)) == []
         heard.wait(lambda: heard.lost)
         assert heard.lost[0][1].startswith("its process has ended")
+        assert heard.ended == [True]
 
 
 def test_a_peer_that_is_silent_for_too_long_is_lost() -> None:
@@ -235,6 +286,7 @@ def test_a_peer_that_is_silent_for_too_long_is_lost() -> None:
         heard.wait(lambda: heard.lost)
         assert heard.silent == [(7, True)]
         assert "though it exists" in heard.lost[0][1]
+        assert heard.ended == [False]
     other.close()
 
 
@@ -299,6 +351,32 @@ def test_a_host_that_accepts_no_connection_is_lost_as_unreachable() -> None:
             other.close()
 
 
+def test_a_worker_without_descriptors_loses_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """It cannot connect, for which its peer is not to blame; it watches as soon as it can."""
+    heard, other = Heard(), a_listener()
+    opened = socket.socket
+    tried = SimpleQueue[None]()
+
+    def refuse(*args: int, **kwargs: int) -> socket.socket:
+        if threading.current_thread().name == "w-service":
+            tried.put(None)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(*args, **kwargs)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch, watch(heard, QUICK._replace(frozen=0.05)) as watching:
+        patch.setattr(socket, "socket", refuse)
+        watching.watch(7, name_of(other))
+        for _ in range(20):
+            tried.get(timeout=WAIT)
+        assert not heard.lost
+        assert not heard.silent
+        assert "cannot watch worker 7: [Errno 24] Too many open files" in caplog.text
+        patch.undo()
+        heard.wait(lambda: heard.lost)
+        assert "though it exists" in heard.lost[0][1]
+    other.close()
+
+
 def test_a_connection_that_breaks_is_opened_again() -> None:
     heard = Heard()
     with watch(heard) as watching, socket.socket() as listening:
@@ -335,7 +413,7 @@ def test_a_fork_does_not_keep_its_parent_alive() -> None:
     with watch(heard) as watching:
         watching.watch(7, name_of(listener))
         heard.wait(lambda: heard.silent)
-        watched = HeartbeatMonitor("o", listener, other.on_lost, other.on_suspected, LivenessTimeouts())
+        watched = Watch(other, LivenessTimeouts(), listener)
         heard.wait_connected(7)
         reading, writing = os.pipe()
         child = os.fork()
@@ -345,7 +423,6 @@ def test_a_fork_does_not_keep_its_parent_alive() -> None:
             os._exit(0)
         try:
             watched.close()
-            assert watched.join(Deadline.after(WAIT)) == []
             heard.wait(lambda: heard.lost)
         finally:
             os.close(reading)
@@ -362,5 +439,5 @@ def test_is_reachable_finds_listeners() -> None:
         assert is_reachable(endpoint.replace("tcp", "heartbeat") + "/abcd")
     assert not is_reachable(endpoint)
     assert not is_reachable(endpoint.replace("tcp", "heartbeat") + "/abcd")
-    assert not is_reachable(f"ipc://@zmqgrad-nobody-is-here{SUFFIX}")
+    assert not is_reachable("ipc://@zmqgrad-nobody-is-here")
     assert is_reachable("memory://3")  # cannot be told: not held against it

@@ -186,12 +186,12 @@ def test_history_lists_delivered_and_lost_messages(office: Office, network: Memo
     say(a, 1, 3, message=GOODBYE)
     network.wait_sent(MessageType.HELLO, 2)
     assert [str(p) for p in network.history] == [
-        "0 -> 1 HELLO #1 52 B",
-        "0 -> 1 HELLO #2 52 B",
-        "0 -> 1 GOODBYE #3 51 B",
+        "0 -> 1 HELLO #1 68 B",
+        "0 -> 1 HELLO #2 68 B",
+        "0 -> 1 GOODBYE #3 67 B",
     ]
     assert [p.message for p in network.history] == [HELLO, HELLO, GOODBYE]
-    assert repr(network).endswith("GOODBYE #3 51 B>")
+    assert repr(network).endswith("GOODBYE #3 67 B>")
 
 
 def test_the_record_is_bounded_and_holds_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:

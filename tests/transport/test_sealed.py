@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import session
-from zmqgrad.transport.base import Inbound, PeerAddress
+from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.sealed import records, sender, transport
 from zmqgrad.transport.sealed.records import Cipher, generate_key, read_head, sealed_size
@@ -146,8 +146,9 @@ class Pair:
         self.mailboxes = [ZmqMailbox(f"w{n}", n, keys=keys) for n in (0, 1)]
         self.addresses = [PeerAddress(m.endpoints[1:], m.incarnation) for m in self.mailboxes]
         self.arrived: list[SimpleQueue[Inbound]] = [SimpleQueue(), SimpleQueue()]
+        self.ends: list[SimpleQueue[PeerEnd]] = [SimpleQueue(), SimpleQueue()]
         for n, mailbox in enumerate(self.mailboxes):
-            mailbox.start(self.arrived[n].put, self.addresses.__getitem__)
+            mailbox.start(self.arrived[n].put, self.addresses.__getitem__, on_end=self.ends[n].put)
 
     def endpoint(self, endpoint: str, port: int) -> str:
         self.port = port
@@ -392,14 +393,20 @@ def test_a_channel_is_replaced_before_its_key_is_worn_out(
     eventually(lambda: pair.sessions()["unacknowledged"], lambda n: n == 0)
 
 
-def test_a_forgotten_peer_gets_a_new_channel(either: Pair) -> None:
-    either.send(1, some(1))
+def test_the_end_of_a_peer_follows_what_has_arrived_by_its_channel(either: Pair) -> None:
+    """In its order, whether sealed or not, though another thread receives it."""
+    for n in range(5):
+        either.send(n, some(2, n))
     either.take()
-    for mailbox, peer in zip(either.mailboxes, (1, 0), strict=True):
-        mailbox.forget(peer)
-    either.send(2, some(1, 2))
-    assert either.take().frames[0] == some(1, 2)
-    assert len({read_head(record).channel for record in either.records}) == 2
+    assert either.mailboxes[0].flush(Deadline.after(WAIT))
+    either.mailboxes[1].end(0, "lost")
+    for n in range(1, 5):
+        inbound = either.take()
+        assert isinstance(inbound, Inbound)
+        assert (inbound.envelope.message_id, inbound.frames[0]) == (n, some(2, n))
+    assert either.ends[1].get(timeout=WAIT).reason == "lost"
+    assert either.arrived[1].empty()
+    assert either.sealed(1)["channels"] == 0
 
 
 def test_the_tap_sees_no_keys(pair: Pair) -> None:

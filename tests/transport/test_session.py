@@ -14,7 +14,6 @@ from zmqgrad.transport.session import (
     ACK_SECONDS,
     BURST_BYTES,
     BURST_MESSAGES,
-    EPOCH_BITS,
     MAX_RESEND_SECONDS,
     RESEND_BYTES_PER_SECOND,
     RESEND_SECONDS,
@@ -30,10 +29,8 @@ class Sessions(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.epoch = 0
         self.sent = 0
         self.sizes: dict[int, int] = {}
-        self.given_up = 0  # messages of earlier epochs
         self.outgoing: Outgoing[int] = Outgoing()
         self.incoming = Incoming()
         self.wire: list[tuple[int, int, int]] = []  # sequence, message, size
@@ -88,24 +85,14 @@ class Sessions(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule()
-    def begin_anew(self) -> None:
-        """The sender gave the session up, and sends to the same incarnation again."""
-        self.epoch += 1
-        self.given_up = self.sent
-        self.outgoing = Outgoing(self.epoch)
-
     @invariant()
     def in_order_and_once(self) -> None:
-        assert self.delivered == sorted(set(self.delivered))
-        of_this_epoch = [m for m in self.delivered if m > self.given_up]
-        assert of_this_epoch == list(range(self.given_up + 1, self.given_up + 1 + len(of_this_epoch)))
+        assert self.delivered == list(range(1, len(self.delivered) + 1))
 
     @invariant()
     def what_is_acknowledged_has_arrived(self) -> None:
-        acknowledged = self.outgoing.acknowledged & ((1 << EPOCH_BITS) - 1)
-        assert len([m for m in self.delivered if m > self.given_up]) >= acknowledged
-        assert len(self.outgoing) == self.sent - self.given_up - acknowledged
+        assert len(self.delivered) >= self.outgoing.acknowledged
+        assert len(self.outgoing) == self.sent - self.outgoing.acknowledged
 
     def teardown(self) -> None:
         """Once the network is well again, everything arrives."""
@@ -120,7 +107,7 @@ class Sessions(RuleBasedStateMachine):
             self.put()
         self.outgoing.acknowledge(self.incoming.acknowledgement(), self.now)
         self.in_order_and_once()
-        assert self.sent == self.given_up or self.delivered[-1] == self.sent
+        assert len(self.delivered) == self.sent
         assert len(self.outgoing) == self.outgoing.size == 0
         assert self.outgoing.due == self.incoming.due == math.inf
 

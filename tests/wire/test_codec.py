@@ -14,7 +14,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.wire import codec
 from zmqgrad.wire import messages as m
 from zmqgrad.wire.codec import decode, decode_all, encode
-from zmqgrad.wire.frames import ENVELOPE_BYTES, ENVELOPE_FORMAT, Envelope
+from zmqgrad.wire.frames import ENVELOPE_BYTES, ENVELOPE_FORMAT, MAGIC, VERSION, Envelope
 from zmqgrad.wire.messages import BY_TYPE, Message
 
 FULL = (1 << 64) - 1
@@ -22,7 +22,7 @@ FULL = (1 << 64) - 1
 
 def raw(kind: int, header: bytes) -> bytes:
     """A first frame with a good envelope and this header."""
-    return ENVELOPE_FORMAT.pack(b"zg", 2, 0, kind, 1, 2, 3, 0, 0, 0) + header
+    return ENVELOPE_FORMAT.pack(MAGIC, VERSION, 0, kind, 1, 2, 3, 0, 0, 0, 0, 0) + header
 
 
 @pytest.mark.parametrize("cls", BY_TYPE.values(), ids=lambda c: c.__name__)
@@ -37,6 +37,18 @@ def test_every_message_survives_the_way(
     assert envelope == Envelope(cls.TYPE, source, *numbers)
     assert again == message
     assert type(again) is cls
+
+
+@given(messages(), st.integers(0, FULL), st.integers(0, FULL), st.booleans())
+def test_the_envelope_tells_what_was_consumed(
+    message: Message, requests: int, replies: int, with_manifest: bool
+) -> None:
+    manifest = m.Manifest() if with_manifest else None
+    frame = encode(message, 1, 2, 3, 4, manifest, (requests, replies))
+    envelope = Envelope(message.TYPE, 1, 2, 3, 4, requests=requests, replies=replies)
+    assert decode_all(frame) == decode_all(bytes(frame)) == (envelope, manifest, message)
+    if not with_manifest:
+        assert decode(bytes(frame)) == (envelope, message)
 
 
 @given(messages(), messages_of(m.Manifest), st.integers(0, 255))

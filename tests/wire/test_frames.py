@@ -30,6 +30,8 @@ envelopes = st.builds(
     st.integers(0, (1 << 64) - 1),
     st.integers(0, (1 << 64) - 1),
     st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 64) - 1),
 )
 
 
@@ -54,12 +56,26 @@ def test_what_is_written_is_read(envelope: Envelope, header: bytes) -> None:
 
 def test_the_layout_is_the_one_drawn() -> None:
     """Byte for byte as the module's docstring draws it: a change here needs a new version."""
-    frame = written(Envelope(0x1234, 0x5678, 0x0102030405060708, 0x1112131415161718))
-    first = "7a 67 02 00 12 34 56 78 01 02 03 04 05 06 07 08 11 12 13 14 15 16 17 18"
-    assert frame.hex(" ") == first + " 00" * 24
+    envelope = Envelope(
+        0x1234,
+        0x5678,
+        0x0102030405060708,
+        0x1112131415161718,
+        requests=0x5152535455565758,
+        replies=0x6162636465666768,
+    )
+    frame = written(envelope)
+    first = "7a 67 03 00 12 34 56 78 01 02 03 04 05 06 07 08 11 12 13 14 15 16 17 18"
+    last = eights(0x51, 0x61)
+    assert frame.hex(" ") == first + " 00" * 24 + last
     write_session(frame, 0x2122232425262728, 0x3132333435363738, 0x4142434445464748)
-    assert frame.hex(" ") == first + "".join(f" {n:02x}" for t in (0x21, 0x31, 0x41) for n in range(t, t + 8))
-    assert ENVELOPE_BYTES == 48
+    assert frame.hex(" ") == first + eights(0x21, 0x31, 0x41) + last
+    assert ENVELOPE_BYTES == 64
+
+
+def eights(*starts: int) -> str:
+    """Eight bytes in ascending order from each of ``starts``, in hexadecimal."""
+    return "".join(f" {n:02x}" for start in starts for n in range(start, start + 8))
 
 
 @given(st.binary(max_size=ENVELOPE_BYTES - 1))
@@ -71,7 +87,7 @@ def test_what_is_too_short_is_refused(frame: bytes) -> None:
 def test_what_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = written(Envelope(1, 2, 3, 4), bytes(100))
     monkeypatch.setattr(frames, "MAX_HEADER_BYTES", 100)
-    with pytest.raises(ProtocolError, match="first frame of 148 bytes"):
+    with pytest.raises(ProtocolError, match="first frame of 164 bytes"):
         read_envelope(frame)
 
 
@@ -81,11 +97,11 @@ def test_foreign_bytes_are_recognized(frame: bytes) -> None:
         read_envelope(frame)
 
 
-@pytest.mark.parametrize("version", [0, 1, 255])
+@pytest.mark.parametrize("version", [0, 2, 255])
 def test_another_version_is_refused_with_both_named(version: int) -> None:
     frame = written(Envelope(1, 2, 3, 4))
     frame[2] = version
-    with pytest.raises(ProtocolError, match=f"version {version}, this side speaks 2"):
+    with pytest.raises(ProtocolError, match=f"version {version}, this side speaks 3"):
         read_envelope(frame)
 
 

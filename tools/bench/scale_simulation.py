@@ -23,13 +23,14 @@ from zmqgrad.rpc.membership.registry import allocate_id
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.store import HashStore, PrefixStore
 from zmqgrad.store.effects import Effect, Notification
 from zmqgrad.store.local import Table
-from zmqgrad.transport.base import Handler, OnIdle, OnLost, OnSuspected, Resolver, Timer
+from zmqgrad.transport.base import Handler, OnEnd, OnIdle, OnSuspected, PeerEnd, Resolver
 from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor
-from zmqgrad.transport.heartbeat.failure_detector import is_reachable
 from zmqgrad.transport.heartbeat.protocol import SUFFIX
+from zmqgrad.transport.local import is_listening
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Message
@@ -127,17 +128,28 @@ class MonitoredMailbox(MemoryMailbox):
         handler: Handler,
         resolve: Resolver,
         pool: Any = None,
-        lost: OnLost | None = None,
-        timer: Timer | None = None,
+        on_end: OnEnd | None = None,
+        service: ServiceThread | None = None,
         suspected: OnSuspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
-        super().start(handler, resolve, pool, lost, timer, suspected, on_idle)
-        assert lost is not None
+        assert on_end is not None
+        assert service is not None
         assert suspected is not None
         self._monitor = HeartbeatMonitor(
-            self._name, self._listener, lost, suspected, on_heartbeat=lambda: self._on_heartbeat
+            self._name,
+            self._listener,
+            service,
+            lambda peer, reason, _: self.end(peer, reason),
+            suspected,
+            on_heartbeat=lambda: self._on_heartbeat,
         )
+
+        def ended(end: PeerEnd) -> None:
+            self.unmonitor(end.peer)
+            on_end(end)
+
+        super().start(handler, resolve, pool, ended, service, suspected, on_idle)
 
     def _on_heartbeat(self, peer: int, outgoing: bool) -> None:
         if outgoing:
@@ -151,25 +163,21 @@ class MonitoredMailbox(MemoryMailbox):
         if self._monitor is not None:
             self._monitor.forget(peer)
 
-    def forget(self, peer: int) -> None:
-        super().forget(peer)
-        if self._monitor is not None:
-            self._monitor.forget(peer)
-
-    def close(self) -> None:
-        super().close()
+    def close(self, goodbye: str = "") -> None:
+        super().close(goodbye)
         if self._monitor is None:
             self._listener.close()
         else:
             self._monitor.close()
 
     def join(self, deadline: Deadline) -> list[str]:
-        left = [] if self._monitor is None else self._monitor.join(deadline)
-        return left + super().join(deadline)
+        if self._monitor is not None and not self._monitor.join(deadline):
+            return [f"{self._name}-liveness"]
+        return super().join(deadline)
 
 
 def _is_alive(record: WorkerRecord) -> bool:
-    return is_reachable(record.endpoints[-1])
+    return is_listening(record.endpoints[-1])
 
 
 class Simulation:

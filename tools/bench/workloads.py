@@ -23,6 +23,8 @@ Work = Callable[[], object]
 
 FLOOD = 1000
 FAN_OUT = 64
+BRANCH_STEPS, BRANCH_SIDE = 20, 256
+"""A heavy branch: so many products of square matrices."""
 OTHER = "worker1"
 
 
@@ -69,6 +71,13 @@ def drop(x: Any) -> None:
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Something to differentiate."""
     return a * b
+
+
+def heavy(x: torch.Tensor) -> torch.Tensor:
+    """Much to differentiate."""
+    for _ in range(BRANCH_STEPS):
+        x = torch.tanh(x @ x)
+    return x.sum()
 
 
 def to_and_fro(depth: int, x: torch.Tensor) -> torch.Tensor:
@@ -167,6 +176,21 @@ def _fan_out(side: Side) -> Work:
     return backward
 
 
+def _branches(count: int) -> Callable[[Side], Work]:
+    def prepare(side: Side) -> Work:
+        xs = [(torch.rand(BRANCH_SIDE, BRANCH_SIDE) / BRANCH_SIDE).requires_grad_() for _ in range(count)]
+
+        def backward() -> float:
+            with side.autograd.context() as context_id:
+                asked = [side.rpc.rpc_async(OTHER, heavy, args=(x,)) for x in xs]
+                loss = torch.stack([answer.wait() for answer in asked]).sum()
+                return seconds_of(lambda: side.autograd.backward(context_id, [loss]))
+
+        return backward
+
+    return prepare
+
+
 def _train_step(side: Side) -> Work:
     layers = [side.rpc.remote(OTHER, Layer, args=(512,)) for _ in range(2)]
     head = torch.nn.Linear(512, 10)
@@ -205,6 +229,8 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("autograd_pair", "forward and backward through one call", _pair),
     Workload("autograd_chain", "forward and backward through ten calls", _chain),
     Workload("fan_out", f"backward alone, through {FAN_OUT} calls of one context", _fan_out),
+    Workload("branches_1", "backward alone, of one heavy branch on the other worker", _branches(1)),
+    Workload("branches_2", "backward alone, of two independent ones: as long, with two cores", _branches(2)),
     Workload("train_step", "two remote layers of width 512, backward and SGD", _train_step),
 )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zmqgrad.autograd.graph.node import added
+from zmqgrad.autograd.graph.sums import OrderedSum, Place, added
 from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv
 from zmqgrad.errors import AutogradError
 from zmqgrad.transport.tap import Tracer
@@ -38,11 +38,13 @@ class Context:
         self.id = context_id
         self.released = False
         """Whether the context has ended. Messages still in flight are not recorded any more."""
-        self._lock = threading.Lock()  # guards sends, recvs, gradients and storages
+        self._lock = threading.Lock()  # guards sends, recvs, gradients, open sums and storages
         self._sends: dict[int, Send] = {}
         self._recvs: dict[int, Any] = {}  # nodes of torch's graph, by autograd id
         # By id of the leaf, with the leaf: the hash of a tensor is a slow Python function.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # What the latest pass adds to them in any order, with a token of the pass.
+        self._open_sums: dict[int, tuple[torch.Tensor, object, OrderedSum]] = {}
         self._storages: set[int] = set()  # addresses of the gradients' memory
         self._peers: set[int] = set()  # changed by atomic operations only
         self.add_peer: Callable[[int], None] = self._peers.add
@@ -152,14 +154,54 @@ class Context:
         if not leaf.requires_grad:
             return gradient
         with self._lock:
+            self._close_sums((id(leaf),))
             present = self._gradients.get(id(leaf))
             total = self._unshared(gradient, shared) if present is None else added(present[1], gradient)
             self._gradients[id(leaf)] = leaf, total
             return total
 
+    def accumulate_part(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool, of: object, place: Place
+    ) -> None:
+        """As :meth:`accumulate`, where a pass produces several gradients of ``leaf``, in any order.
+
+        Args:
+            leaf: the leaf.
+            gradient: what to add.
+            shared: whether anything else holds ``gradient``.
+            of: denotes the pass.
+            place: of this gradient among those of the pass.
+        """
+        if not leaf.requires_grad:
+            return
+        with self._lock:
+            _, owner, total = self._open_sums.get(id(leaf), (leaf, None, None))
+            if total is None or owner is not of:
+                self._close_sums((id(leaf),))
+                total = OrderedSum()
+                self._open_sums[id(leaf)] = leaf, of, total
+            neighbour = total.neighbour(place)
+            if neighbour is None:
+                gradient = self._unshared(gradient, shared)
+            elif neighbour.layout is torch.strided:
+                self._storages.discard(neighbour.untyped_storage().data_ptr())
+            total.add(place, gradient)
+
+    def _close_sums(self, leaves: Iterable[int]) -> None:
+        """Add the open sums of ``leaves``, given by ids, to their gradients. The caller holds the lock."""
+        sums = self._open_sums
+        for key in leaves if sums else ():
+            if key not in sums:
+                continue
+            leaf, _, parts = sums.pop(key)
+            total, present = parts.total(), self._gradients.get(key)
+            if total is not None:
+                self._gradients[key] = leaf, total if present is None else added(present[1], total)
+
     def replace(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Set the gradient of ``leaf``, or remove it."""
         with self._lock:
+            self._close_sums((id(leaf),))
             if gradient is None:
                 self._gradients.pop(id(leaf), None)
             else:
@@ -183,12 +225,14 @@ class Context:
     def gradients_of(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradient so far of each of ``leaves``; None where there is none."""
         with self._lock:
-            found = map(self._gradients.get, map(id, leaves))
-            return [None if each is None else each[1] for each in found]
+            ids = list(map(id, leaves))
+            self._close_sums(ids)
+            return [None if each is None else each[1] for each in map(self._gradients.get, ids)]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of all leaves so far."""
         with self._lock:
+            self._close_sums(list(self._open_sums))
             return dict(self._gradients.values())
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 The worker that leaves a context forgets it at once and notifies its peers in the context, which notify
 theirs. Notifications are sent with a delay, so that they do not slow down the next step: one message per peer
-for all contexts that ended meanwhile, repeated until the peer replies (:mod:`zmqgrad.rpc.reliable`).
+for all contexts that ended meanwhile.
 
 When a worker is lost, the contexts that it created are released. In other contexts the notification may have
 depended on it, so its peers there query the creators, which then notify them directly.
@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from zmqgrad.autograd.context import Context, Contexts
-from zmqgrad.errors import RpcError, RpcTimeoutError, TransportError
-from zmqgrad.rpc import reliable
+from zmqgrad.errors import RpcError, TransportError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Promise
@@ -43,7 +42,6 @@ class Releases:
         self._closed = False
         self._unsent: deque[tuple[set[int], int, Sequence[int] | None]] = deque()  # peers, context, passes
         self._scheduled = False
-        self._sender = reliable.ReliableSender(worker)
 
     def install(self) -> None:
         """Register the handlers of release messages with the worker."""
@@ -86,14 +84,17 @@ class Releases:
                     passes.setdefault(peer, []).extend((context_id, number) for number in ended)
         for peer in {*contexts, *passes}:
             message = CleanupAutogradContextReq(tuple(contexts.get(peer, ())), tuple(passes.get(peer, ())))
-            self._sender.send(peer, message)  # a repetition is harmless
+            try:
+                self._worker.request(peer, message, description=type(message).__name__)
+            except (RpcError, TransportError) as e:  # it was lost, or this worker closes
+                logger.debug("cannot notify worker %d of ended contexts: %s", peer, e)
 
     def on_cleanup(self, inbound: Inbound) -> None:
         """Release contexts and passes that have ended on another worker."""
         message = inbound.message
         assert isinstance(message, CleanupAutogradContextReq)
         if self._closed:
-            return  # everything is forgotten; peers that repeat will notice that this worker has left
+            return  # everything is forgotten
         self._worker.reply(inbound, CleanupAutogradContextResp())
         source = inbound.envelope.source
         for context_id in message.contexts:
@@ -118,17 +119,14 @@ class Releases:
         for creator, contexts in queries.items():
             self._query(creator, contexts)
 
-    def _query(self, creator: int, contexts: list[int], backoff: int = 1) -> None:
+    def _query(self, creator: int, contexts: list[int]) -> None:
         def on_reply(reply: Promise[Inbound]) -> None:
-            if isinstance(reply.exception(), RpcTimeoutError) and not self._closed:
-                self._query(creator, contexts, reliable.next_backoff(backoff))
-            elif reply.exception() is None:
+            if reply.exception() is None:
                 for context_id in self._worker.decode(reply.result()):
                     self.release(context_id, creator)
 
         try:
-            args, timeout = (contexts, self._worker.id), backoff * reliable.RETRY_SECONDS
-            call = self._worker.call(creator, which_have_ended, args, timeout=timeout)
+            call = self._worker.call(creator, which_have_ended, (contexts, self._worker.id), timeout=0)
         except (RpcError, TransportError) as e:
             logger.debug("cannot query worker %d about contexts %s: %s", creator, contexts, e)
         else:
@@ -145,7 +143,6 @@ class Releases:
     def close(self) -> None:
         """Forget all contexts."""
         self._closed = True
-        self._sender.close()
         for context in self._contexts.live():
             self._contexts.release(context.id)
 

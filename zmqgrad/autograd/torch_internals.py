@@ -152,12 +152,13 @@ def post_accumulate_hooks(leaf: torch.Tensor) -> Hooks:
     return list((leaf._post_accumulate_grad_hooks or {}).values())
 
 
-def hooks_beside(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
-    """Return the hooks by their ids, in order, that are registered at the same place as that of ``handle``.
+def hooks_beside(handle: RemovableHandle) -> Hooks:
+    """Return the hooks, in order, that are registered at the same place as that of ``handle``.
 
-    A node does not show its hooks, but a handle refers to the dictionary that holds its hook.
+    A node does not show its hooks, but a handle refers to the dictionary that holds its hook. This makes a
+    copy, as another thread may register a hook meanwhile.
     """
-    return handle.hooks_dict_ref() or {}
+    return list((handle.hooks_dict_ref() or {}).values())
 
 
 # ---- DistributedDataParallel -----------------------------------------------------------------------------

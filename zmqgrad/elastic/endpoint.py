@@ -5,11 +5,21 @@ from __future__ import annotations
 import os
 import socket
 
-from zmqgrad.errors import AddressInUseError, ConfigurationError, RendezvousConnectionError, StoreError
+from zmqgrad.errors import (
+    AddressInUseError,
+    ConfigurationError,
+    RendezvousConnectionError,
+    StoreError,
+    StoreTimeoutError,
+)
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import TCPStore
 
 DEFAULT_PORT = 29400
 """As torchelastic's c10d backend."""
+
+LOOK_SECONDS = 3.0
+"""How long a process that may serve the store connects, before it looks whether the port is free by now."""
 
 
 def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
@@ -53,7 +63,7 @@ def leave_open(store: TCPStore) -> None:
 
 
 def open_endpoint(endpoint: str, timeout: float, is_host: bool | None = None) -> TCPStore:
-    """Open the store at ``endpoint``; the first node on its host serves it.
+    """Open the store at ``endpoint``; the first node on its host serves it, and another one once that left.
 
     Args:
         endpoint: ``host[:port]``.
@@ -70,13 +80,22 @@ def open_endpoint(endpoint: str, timeout: float, is_host: bool | None = None) ->
     if served is not None:
         served.set_timeout(timeout)
         return served
-    try:
-        if is_host or (is_host is None and is_this_host(host)):
-            try:
-                return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
-            except AddressInUseError:
-                if is_host:
-                    raise
-        return TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-    except (StoreError, AddressInUseError) as e:
-        raise RendezvousConnectionError(f"the rendezvous endpoint {host}:{port} cannot be used: {e}") from e
+    deadline = Deadline.after(timeout)
+    may_serve = is_host or (is_host is None and is_this_host(host))
+    while True:
+        try:
+            if may_serve:
+                try:
+                    return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
+                except AddressInUseError:
+                    if is_host:
+                        raise
+            patience = min(LOOK_SECONDS, deadline.left()) if may_serve else timeout
+            store = TCPStore(host, port, timeout=patience, wait_for_workers=False)
+            store.set_timeout(timeout)
+            return store
+        except (StoreError, AddressInUseError) as e:
+            if may_serve and isinstance(e, StoreTimeoutError) and not deadline.passed():
+                continue
+            text = f"the rendezvous endpoint {host}:{port} cannot be used: {e}"
+            raise RendezvousConnectionError(text) from e

@@ -69,7 +69,8 @@ class OperatorExecutor:
         holder.sync()
         action = operator(holder.context(), deadline)
         if action is Action.ERROR_CLOSED:
-            raise RendezvousClosedError(f"the rendezvous {self._settings.run_id!r} is closed")
+            why = "was retired: the process that served it has left" if holder.state.retired else "is closed"
+            raise RendezvousClosedError(f"the rendezvous {self._settings.run_id!r} {why}")
         if action is Action.ERROR_TIMEOUT:
             raise RendezvousTimeoutError(self._explain_timeout())
         if action not in (Action.FINISH, Action.SYNC):

@@ -26,6 +26,7 @@ from zmqgrad.elastic.operators import (
     exit_round,
     join,
     keep_alive,
+    retire,
 )
 from zmqgrad.elastic.round_stores import RoundStores, SharedStore, await_address, is_intact
 from zmqgrad.elastic.settings import RendezvousSettings
@@ -188,6 +189,10 @@ class RendezvousHandler:
         """Whether no further round begins. False if the backend cannot be reached."""
         return self._latest().closed
 
+    def is_retired(self) -> bool:
+        """Whether the process that served the state has left, as no node used it: connect again."""
+        return self._holder.state.retired
+
     def num_nodes_waiting(self) -> int:
         """How many waiting nodes the next round would admit. If any, call :meth:`next_rendezvous`."""
         return num_admissible(self._latest(), self._settings)
@@ -301,7 +306,7 @@ class RendezvousHandler:
 
         A node that serves the state, or the store of the round, waits until the others have left the round,
         or their heartbeats have expired. If some take part in the next one by then, its process goes on to
-        serve the state.
+        serve the state. Otherwise it retires the state, which nodes that are about to join learn at once.
         """
         if self._closed:
             return
@@ -312,8 +317,7 @@ class RendezvousHandler:
                 self._leave_for_good()
         finally:
             self._stores.close()
-            state = self._holder.state
-            self._backend.close(in_use=bool({*state.participants, *state.wait_list} - {self.node}))
+            self._backend.close(in_use=self._backend.is_host and not self._retire())
 
     def _leave_for_good(self) -> None:
         deadline, number = self._clock.now() + LEAVE_SECONDS, self._holder.state.round
@@ -324,6 +328,16 @@ class RendezvousHandler:
                     self._executor.run(await_departure(number), deadline + self._settings.expiry_seconds)
         except RendezvousError as e:
             logger.info("%s: %s could not leave in order: %s", self.get_run_id(), self.node, e)
+
+    def _retire(self) -> bool:
+        """Retire the state that this process serves, unless other nodes use it. Returns whether none does."""
+        try:
+            with self._lock:
+                self._executor.run(retire, self._clock.now() + LEAVE_SECONDS)
+        except RendezvousError as e:
+            logger.warning("%s: %s could not retire the state: %s", self.get_run_id(), self.node, e)
+        state = self._holder.state
+        return not {*state.participants, *state.wait_list} - {self.node}
 
     def _stop_heartbeats(self) -> None:
         heartbeats, self._heartbeats = self._heartbeats, None

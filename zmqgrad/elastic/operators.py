@@ -27,6 +27,7 @@ class Action(Enum):
     REMOVE_FROM_WAIT_LIST = auto()
     MARK_RENDEZVOUS_COMPLETE = auto()
     MARK_RENDEZVOUS_CLOSED = auto()
+    MARK_RETIRED = auto()
     SYNC = auto()
     """Wait until the state changes."""
     ERROR_CLOSED = auto()
@@ -65,7 +66,7 @@ Operator = Callable[[Context, float], Action]
 def join(context: Context, deadline: float) -> Action:
     """Take part in the current round, or in the next if this one is complete."""
     state, settings, now = context.state, context.settings, context.now
-    if state.closed:
+    if state.closed or state.retired:
         return Action.ERROR_CLOSED
     if state.complete and context.is_participant:
         return Action.FINISH
@@ -112,6 +113,14 @@ def await_departure(number: int) -> Operator:
         return Action.ERROR_TIMEOUT if context.now > deadline else Action.SYNC
 
     return operator
+
+
+def retire(context: Context, deadline: float) -> Action:
+    """Retire the state, for the process that serves it, unless other nodes use it."""
+    state = context.state
+    if state.closed or state.retired or {*state.participants, *state.wait_list} - {context.node}:
+        return Action.FINISH
+    return Action.ERROR_TIMEOUT if context.now > deadline else Action.MARK_RETIRED
 
 
 def close(context: Context, deadline: float) -> Action:

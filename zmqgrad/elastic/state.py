@@ -45,6 +45,7 @@ class RendezvousState:
         round: number of the current round.
         complete: whether the participants of this round are final.
         closed: whether no further round will begin. Never reset.
+        retired: whether the process that serves the state stops to, as no node uses it. Never reset.
         deadline: number of the last call that is running; None if no participant can complete the round yet.
         last_calls: number of last calls so far.
         participants: the nodes of this round. Their ranks are valid once it is complete.
@@ -61,6 +62,7 @@ class RendezvousState:
     round: int = 0
     complete: bool = False
     closed: bool = False
+    retired: bool = False
     deadline: int | None = None
     last_calls: int = 0
     participants: dict[NodeDesc, int] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
     round: int
     complete: bool
     closed: bool
+    retired: bool
     deadline: int | None
     last_calls: int
     participants: list[tuple[NodeDesc, int]]

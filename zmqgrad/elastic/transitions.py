@@ -82,6 +82,11 @@ def mark_closed(state: RendezvousState, node: NodeDesc, settings: RendezvousSett
     state.closed = True
 
 
+def mark_retired(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Tell nodes that come later that the state is not served any more."""
+    state.retired = True
+
+
 def num_admissible(state: RendezvousState, settings: RendezvousSettings) -> int:
     """How many waiting nodes another round could admit.
 
@@ -111,4 +116,5 @@ _CHANGES: dict[Action, Callable[[RendezvousState, NodeDesc, RendezvousSettings],
     Action.REMOVE_FROM_WAIT_LIST: remove_node,
     Action.MARK_RENDEZVOUS_COMPLETE: mark_complete,
     Action.MARK_RENDEZVOUS_CLOSED: mark_closed,
+    Action.MARK_RETIRED: mark_retired,
 }

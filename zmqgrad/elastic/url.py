@@ -15,8 +15,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
 from zmqgrad.elastic.registry import create_handler
-from zmqgrad.errors import RendezvousError
+from zmqgrad.errors import RendezvousClosedError, RendezvousError
 from zmqgrad.rendezvous import DEFAULT_TIMEOUT, RendezvousResult, register_rendezvous_handler
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import PrefixStore
 from zmqgrad.store.arguments import seconds_of
 
@@ -57,13 +58,17 @@ def elastic_rendezvous(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -
 
 
 def _join(url: str, timeout: float) -> RendezvousResult:
-    handler = _handler(url, timeout)
-    try:
-        joined = handler.next_rendezvous()
-    except BaseException:
-        handler.close()
-        raise
-    return ElasticStore(joined, handler), joined.rank, joined.world_size
+    deadline = Deadline.after(timeout)
+    while True:
+        handler = _handler(url, deadline.left())
+        try:
+            joined = handler.next_rendezvous()
+        except BaseException as e:
+            handler.close()
+            if isinstance(e, RendezvousClosedError) and handler.is_retired():
+                continue  # its server closes; another one follows, which may be in this process
+            raise
+        return ElasticStore(joined, handler), joined.rank, joined.world_size
 
 
 def _handler(url: str, timeout: float) -> RendezvousHandler:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import multiprocessing.util
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -46,13 +44,13 @@ from zmqgrad.rpc.torch_names import _wait_all_workers as _wait_all_workers
 from zmqgrad.rpc.torch_names import note_future
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.exit import run_at_exit
 from zmqgrad.store import Store
 
 logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()  # guards _group; held while joining and leaving
 _group: Group | None = None
-_exit_hook: multiprocessing.util.Finalize | None = None
 
 
 def init_rpc(
@@ -80,7 +78,7 @@ def init_rpc(
             (``DuplicateWorkerError``), missing workers (``RendezvousTimeoutError``, with their names).
         RpcError: if this process has joined a group already.
     """
-    global _group, _exit_hook
+    global _group
     check_name(name)
     own = is_own(backend)
     options: Any = rpc_backend_options
@@ -102,8 +100,6 @@ def init_rpc(
             group = _join_by(backend, store, name, rank, world_size, options)
         _group = group
         set_default_worker(group.worker)
-        # Children of multiprocessing that were forked run no atexit functions, only these.
-        _exit_hook = multiprocessing.util.Finalize(None, _leave_at_exit, exitpriority=0)
         group.worker.server.serve()  # last: a call may read what the program sets next
 
 
@@ -177,11 +173,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         finally:
             _group = None
             set_default_worker(None)
-            if _exit_hook is not None:
-                _exit_hook.cancel()
 
 
-@atexit.register
+@run_at_exit
 def _leave_at_exit() -> None:
     """Stop the threads before the interpreter finalizes, if the program ends without shutdown."""
     if _group is not None:
@@ -229,7 +223,9 @@ def rpc_sync(
     """
     worker = current_worker()
     with caller_range("sync", worker, to, func):
-        return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
+        return worker.decode(
+            worker.send_and_wait(lambda: worker.call(to, func, args, kwargs, timeout, waits=True))
+        )
 
 
 def rpc_async(
@@ -355,11 +351,11 @@ def get_stats() -> dict[str, Any]:
     Returns:
         ``sent_by_path`` and ``received_by_path``: bytes sent ``inline`` (small values, beside the header), in
         ``frames`` (of a socket) and in the ``arena`` (shared memory). ``arena``: its ``limit``, the
-        ``memory`` it takes, ``bytes_leased`` to peers, ``blocks_in_use`` here of those leased by peers, the
-        number of messages sent in frames instead (``fallbacks``, by reason), and the workers that cannot map
-        it, with the reason (``refused_by``). ``inflight``: the ``limit`` of bytes in flight to a peer through
-        sockets, and by worker id the ``bytes`` in flight and what is ``waiting`` for credit. ``kept_warm``:
-        bytes of free memory kept for the next large tensor from another host.
+        ``memory`` it takes, ``bytes_leased`` to peers, ``blocks_in_use`` here of those leased by peers, and
+        the number of messages sent in frames instead (``fallbacks``, by reason). ``inflight``: the ``limit``
+        of bytes in flight to a peer through sockets, and by worker id the ``bytes`` in flight and what is
+        ``waiting`` for credit. ``kept_warm``: bytes of free memory kept for the next large tensor from
+        another host.
     """
     return current_worker().mailbox.statistics()
 

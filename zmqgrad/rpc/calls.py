@@ -6,11 +6,15 @@ removes is returned to one caller only; hence exactly one of reply, deadline, lo
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from zmqgrad.errors import RpcError
 from zmqgrad.rpc.reply_port import ReplyPort
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
@@ -19,15 +23,42 @@ from zmqgrad.wire.messages import MessageType
 if TYPE_CHECKING:
     from zmqgrad.rpc.futures import RpcFuture
 
+logger = logging.getLogger(__name__)
+
 Description = str | Callable[..., Any]
 """What was requested, for logs and errors: a text, or the function itself."""
 
 
 def describe(description: Description) -> str:
-    """The description as text."""
-    if isinstance(description, str):
+    """The description as text. Never raises.
+
+    An object without a name is described by its type: its ``__repr__`` is code of the program, which could
+    wait or make calls itself, in a thread that ends calls.
+    """
+    if type(description) is str:
         return description
-    return getattr(description, "__qualname__", None) or repr(description)
+    if type(description) is partial:
+        return f"partial({describe(description.func)})"
+    try:
+        name = getattr(description, "__qualname__", None)
+    except Exception as e:  # __getattr__ is code of the program, too
+        logger.debug("reading the name of a %s failed: %s", type(description), type(e))
+        name = None
+    return name if name and type(name) is str else f"<{type(description).__qualname__} object>"
+
+
+def refused_wait(description: Description) -> RpcError:
+    """The error for a wait in a thread on which all other waits depend.
+
+    It is logged here, as what a finalizer raises reaches no caller.
+    """
+    error = RpcError(
+        f"{describe(description)} was sent, but its result cannot be waited for in "
+        f"{threading.current_thread().name}: a finalizer (__del__) that runs in this thread would stop all "
+        f"other calls. In finalizers use rpc_async, and do not wait for its result"
+    )
+    logger.warning("%s", error)
+    return error
 
 
 @dataclass(slots=True, eq=False)

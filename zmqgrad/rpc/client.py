@@ -24,7 +24,7 @@ from zmqgrad.errors import (
     TransportError,
     UnknownPeerError,
 )
-from zmqgrad.rpc.calls import Description, PendingCall, PendingCalls, describe
+from zmqgrad.rpc.calls import Description, PendingCall, PendingCalls, describe, refused_wait
 from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.in_flight import time_left
 from zmqgrad.rpc.membership.membership import WorkerRecord
@@ -35,6 +35,7 @@ from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.wait_reports import WaitReporter, locate
+from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport import tap
 from zmqgrad.transport.base import Frame, Inbound
@@ -205,13 +206,23 @@ class Client:
         if span is not None:
             call.promise.add_done_callback(partial(_end_span, span))
         self.pending.add(call)
+        was_sent = False
         try:
             if peer in self._lost:  # lost since the first check; the loss may have missed this call
                 raise self._worker.loss_of(peer, describe(description))
             if on_id is not None:
                 on_id(call.message_id)
             self._mailbox.send(peer, message, call.message_id, serialized.frames, port.number, seconds)
+            was_sent = True
+            self.sent += 1
+            if self.reporter is not None:
+                self.reporter.add(call)
+            if deadline < self._next_check:
+                self._check_at(deadline)
         except BaseException as e:
+            if was_sent:  # Ctrl-C
+                self.give_up(call)
+                raise
             self.pending.take(call.message_id)
             port.release()
             if self._hooks.on_send_failed is not None:
@@ -225,11 +236,6 @@ class Client:
                 raise error from e
             finally:
                 del call, error  # the traceback refers to this frame: avoid a reference cycle
-        self.sent += 1
-        if self.reporter is not None:
-            self.reporter.add(call)
-        if deadline < self._next_check:
-            self._check_at(deadline)
         return call
 
     def _send_error(self, call: PendingCall, error: BaseException) -> BaseException:
@@ -279,33 +285,37 @@ class Client:
         Raises:
             RpcTimeoutError: if it does not arrive in time.
             PeerLostError: if the peer is lost.
+            RpcError: if a finalizer calls this in a thread that must not wait.
         """
         promise, port = call.promise, call.port
-        abandoned = False
+        if not (promise.done() or may_wait_for_others()):
+            port.abandon(self._ports.on_unexpected)
+            raise refused_wait(call.description)
+        abandoned = True
         tracer = self._hooks.tracer
-        if tracer is not None:
-            tracer.wait_begun(call.peer, call.message_id)
         try:
+            if tracer is not None:
+                tracer.wait_begun(call.peer, call.message_id)
             while (inbound := port.receive(promise, call.deadline)) is not None:
                 if inbound.envelope.message_id != call.message_id:
                     self._ports.on_unexpected(inbound)
                 elif self.pending.take(call.message_id) is not None:
                     promise.set_result(inbound)
+                    abandoned = False
                     return inbound
                 else:
                     promise.wait_done()  # another thread has removed the call and is about to set its promise
-            if not promise.done():
-                abandoned = self._expire(call)
+            if promise.done() or not self._expire(call):
                 promise.wait_done()  # returns at once, unless another thread is just setting it
-            if isinstance(promise.exception(), PeerLostError):
-                inbound = self._last_reply(call)
-                if inbound is not None:
-                    return inbound
+                abandoned = promise.exception() is not None and call.peer not in self._lost
         except BaseException:  # Ctrl-C
             abandoned = self.cancel(call)
             raise
         finally:
-            port.release(abandoned)
+            if abandoned:
+                port.abandon(self._ports.on_unexpected)
+            else:
+                port.release()
             if tracer is not None:
                 tracer.wait_ended(call.peer, call.message_id, abandoned or promise.exception() is not None)
         try:
@@ -313,13 +323,26 @@ class Client:
         finally:
             del call, promise  # the traceback refers to this frame: avoid a reference cycle
 
-    def _last_reply(self, call: PendingCall) -> Inbound | None:
-        """The reply of ``call``, if it arrived at its port before the peer was lost."""
-        while (inbound := call.port.poll()) is not None:
-            if inbound.envelope.message_id == call.message_id:
-                return inbound
-            self._ports.on_unexpected(inbound)
-        return None
+    def send_and_wait(self, send: Callable[[], PendingCall]) -> Inbound:
+        """Wait for the reply of the call that ``send`` sends, with ``waits``. Raises what both of them do.
+
+        An interrupt at any moment gives the call up.
+        """
+        call = None
+        try:
+            call = send()
+            return self.wait(call)
+        except BaseException:
+            if call is not None:
+                self.give_up(call)
+            raise
+        finally:
+            del call  # the traceback of an error refers to this frame: avoid a reference cycle
+
+    def give_up(self, call: PendingCall) -> None:
+        """Cancel ``call``, if it is pending, and give its port back. Idempotent."""
+        self.cancel(call)
+        call.port.abandon(self._ports.on_unexpected)
 
     def cancel(self, call: PendingCall) -> bool:
         """Cancel ``call``: notify the callee, or release what the reply holds if it is here already.
@@ -355,26 +378,27 @@ class Client:
 
     def _check_deadlines(self) -> None:
         now = self._clock.now()
-        for call in self.pending.expire(now):
-            self._time_out(call)
+        expired = self.pending.expire(now)
         with self._check_lock:
-            if self._next_check > now:
-                return  # a later check is scheduled
-            self._next_check = math.inf
-        following = self.pending.next_deadline()
+            is_last = self._next_check <= now
+            if is_last:
+                self._next_check = math.inf
+        following = self.pending.next_deadline() if is_last else math.inf
         if following < math.inf:
             self._check_at(following)
+        self._time_out(expired)
 
     def _expire(self, call: PendingCall) -> bool:
         """Time ``call`` out, in the thread that waits for it. False if another thread ends it."""
         if self.pending.take(call.message_id) is None:
             return False
-        self._time_out(call)
+        self._time_out([call])
         return True
 
-    def _time_out(self, call: PendingCall) -> None:
-        call.promise.set_exception(self._timeout_error(call))
-        self._send_cancel(call)
+    def _time_out(self, calls: list[PendingCall]) -> None:
+        self._fail(calls, self._timeout_error)
+        for call in calls:
+            self._send_cancel(call)
 
     def _timeout_error(self, call: PendingCall) -> RpcTimeoutError:
         since = self._worker.silent.get(call.peer)
@@ -396,14 +420,26 @@ class Client:
 
     def on_peer_lost(self, peer: int) -> None:
         """Fail the pending calls to a lost peer."""
-        for call in self.pending.lose(peer):
-            place = locate(self._hooks.tracer, call)
-            description = f"{call.describe()} ({place})" if place else call.describe()
-            call.promise.set_exception(self._worker.loss_of(peer, description))
+        self._fail(self.pending.lose(peer), self._loss_error)
+
+    def _loss_error(self, call: PendingCall) -> PeerLostError:
+        place = locate(self._hooks.tracer, call)
+        return self._worker.loss_of(call.peer, f"{call.describe()} ({place})" if place else call.describe())
 
     def fail_all(self, error: RpcError) -> None:
         """Fail every pending call with ``error``."""
-        for call in self.pending.drain():
+        self._fail(self.pending.drain(), lambda _: error)
+
+    def _fail(self, calls: list[PendingCall], make_error: Callable[[PendingCall], RpcError]) -> None:
+        """End each of ``calls``, which are not pending any more, whatever fails for another one."""
+        for call in calls:
+            try:
+                error = make_error(call)
+            except Exception as e:
+                logger.exception("%s cannot tell how call %d failed", self._worker.name, call.message_id)
+                error = RpcError(
+                    f"a call to worker {call.peer} failed; telling how raised {type(e).__name__}"
+                )
             call.promise.set_exception(error)
 
 

@@ -15,8 +15,8 @@ from zmqgrad.rpc.membership.events import Events
 from zmqgrad.rpc.membership.membership import Membership
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Clock
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.thread_pool import ThreadPool
-from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport.base import Mailbox
 from zmqgrad.transport.tap import WORKER, Identity, Tracer, Usage
 from zmqgrad.wire.ids import IdSource
@@ -47,7 +47,7 @@ class WorkerCore(ABC):
         self.silent: dict[int, float] = {}  # suspected peers, with the time of their last heartbeat
         self._pid = os.getpid()
         self.ids = IdSource(self.id)
-        self.timer = TimerThread(self.name, clock)
+        self.timer = ServiceThread(self.name, clock)
         self.pool = ThreadPool(self.name, options.num_worker_threads, self._prepare_thread)
         self.submit = self.pool.submit
         self.hooks = Hooks()

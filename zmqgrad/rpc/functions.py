@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zmqgrad.errors import OperatorError, RpcError
+from zmqgrad.rpc.calls import describe
 from zmqgrad.rpc.torch_internals import CppFuture, is_torch_operator
 from zmqgrad.runtime.future import Promise
 
@@ -87,7 +88,7 @@ def check_result(function: Callable[..., Any], value: Any) -> Any:
     if not isinstance(value, CppFuture):
         raise RpcError(
             f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-            f"but {getattr(function, '__qualname__', function)} returned {type(value)}"
+            f"but {describe(function)} returned {type(value)}"
         )
     return DeferredResult(value)
 

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 
 from zmqgrad.errors import RpcError
-from zmqgrad.rpc.calls import Description, describe
+from zmqgrad.rpc.calls import Description, describe, refused_wait
 from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
 from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
+from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
@@ -202,11 +203,14 @@ class RpcFuture(PythonFuture[T]):
         Raises:
             RpcTimeoutError: if the call timed out.
             PeerLostError: if the callee is lost.
+            RpcError: if a finalizer calls this in a thread that must not wait.
             Exception: what the remote function raised, with its own type.
         """
         # done() is torch's: true already for callbacks, which run while the future is being completed.
         reply = None if self.done() else self._reply
         if reply is not None:
+            if not (reply.done() or may_wait_for_others()):
+                raise refused_wait(self.description)
             self.waiting = True
             tracer = self._queue.tracer()
             if tracer is not None:

@@ -87,8 +87,8 @@ class RpcBackendOptions:
         spin_us: how long (µs) a thread that waits for a message of this host spins before it blocks: quick
             replies take half the time, at the cost of a core. 0 disables spinning. None: ZMQGRAD_SPIN_US, or
             else 8000.
-        local_fast_path: send small messages between workers of one host through Unix sockets instead of
-            libzmq: calls take a fifth of the time. None: ZMQGRAD_LOCAL_FAST_PATH, or else True
+        local_fast_path: send messages between workers of one host through Unix sockets instead of
+            libzmq, and tensors by shared memory. None: ZMQGRAD_LOCAL_FAST_PATH, or else True
             (on Linux; elsewhere it is not available).
         liveness_timeout: seconds after which a silent peer of this host is suspected, and one of another host
             that is out of reach is lost; None: 3 and 10.

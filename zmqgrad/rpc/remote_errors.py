@@ -45,7 +45,7 @@ def describe_exception(error: BaseException, worker: str, same_program: bool = F
     trace = "".join(traceback.format_exception(type(error), error, _from_user_code(error)))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return ExceptionReply(
-        worker, shorten(kind), shorten(_show(error)), shorten(trace), _pickle(error, same_program)
+        worker, shorten(kind), shorten(show_exception(error)), shorten(trace), _pickle(error, same_program)
     )
 
 
@@ -57,7 +57,8 @@ def _from_user_code(error: BaseException) -> types.TracebackType | None:
     return shown or error.__traceback__
 
 
-def _show(error: BaseException) -> str:
+def show_exception(error: BaseException) -> str:
+    """The ``repr`` of an exception, whose text may be made by code of the program. Never fails."""
     try:
         text = str(error)
         # repr would escape the line breaks.

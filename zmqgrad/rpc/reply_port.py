@@ -14,12 +14,9 @@ from typing import Any, TypeVar
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Clock
 from zmqgrad.runtime.future import Promise
-from zmqgrad.transport.base import Inbound, Mailbox, ReplyChannel, Timer
+from zmqgrad.transport.base import Inbound, Mailbox, ReplyChannel
 
 T = TypeVar("T")
-
-DRAIN_SECONDS = 1.0
-"""Delay after which a channel is drained whose thread left before its reply arrived."""
 
 
 class _WakingPromise(Promise[T]):
@@ -48,12 +45,11 @@ class ReplyPort:
     ``number`` goes into the envelope of the request; 0 is the receiver.
     """
 
-    __slots__ = ("_abandoned", "_channel", "_clock", "number")
+    __slots__ = ("_channel", "_clock", "number")
 
-    def __init__(self, channel: ReplyChannel | None, clock: Clock, abandoned: Callable[[], None]) -> None:
+    def __init__(self, channel: ReplyChannel | None, clock: Clock) -> None:
         self._channel = channel
         self._clock = clock
-        self._abandoned = abandoned
         self.number = 0 if channel is None else channel.number
 
     def promise(self) -> Promise[Any]:
@@ -82,16 +78,28 @@ class ReplyPort:
                     return inbound
         return None
 
-    def poll(self) -> Inbound | None:
-        """The next message that has already arrived at this port, or None."""
-        return None if self._channel is None else self._channel.receive(0.0)
-
-    def release(self, expects_more: bool = False) -> None:
-        """Give the port back. ``expects_more``: late messages may arrive here, and are drained later."""
+    def settle(self) -> None:
+        """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
         if self._channel is not None:
-            self._channel.release()
-            if expects_more:
-                self._abandoned()
+            self._channel.settle()
+
+    def release(self) -> None:
+        """Gives the port back. Idempotent."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.release()
+
+    def abandon(self, handle: Callable[[Inbound], None]) -> None:
+        """Gives the port back, although a message may still arrive, and lets ``handle`` have those that have.
+
+        Idempotent.
+        """
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.abandon(handle)
+
+    def __del__(self) -> None:  # an interrupt came before its call was known
+        self.release()
 
 
 class ReplyPorts:
@@ -99,16 +107,13 @@ class ReplyPorts:
 
     Args:
         mailbox: provides the reply channels.
-        timer: schedules the draining of abandoned channels.
         clock: by which deadlines are measured.
     """
 
-    def __init__(self, mailbox: Mailbox, timer: Timer, clock: Clock) -> None:
-        self._mailbox = mailbox
+    def __init__(self, mailbox: Mailbox, clock: Clock) -> None:
         self._acquire_channel = mailbox.acquire_channel
-        self._timer = timer
         self._clock = clock
-        self.at_receiver = ReplyPort(None, clock, self._drain_later)
+        self.at_receiver = ReplyPort(None, clock)
         """The port of all threads that have no reply channel."""
         self.on_unexpected: Callable[[Inbound], None] = _ignore
         """Handles messages that the thread at a port did not wait for. Set by the server."""
@@ -116,7 +121,7 @@ class ReplyPorts:
     def acquire(self, peer: int) -> ReplyPort:
         """A port for replies of ``peer``. The calling thread must release it."""
         channel = self._acquire_channel(peer)
-        return self.at_receiver if channel is None else ReplyPort(channel, self._clock, self._drain_later)
+        return self.at_receiver if channel is None else ReplyPort(channel, self._clock)
 
     def acquire_any(self, peers: Iterable[int]) -> ReplyPort:
         """A port for messages of several peers. The calling thread must release it."""
@@ -125,18 +130,6 @@ class ReplyPorts:
             if port is not self.at_receiver:
                 return port
         return self.at_receiver
-
-    def drain(self) -> None:
-        """Handle messages that arrived at reply channels after their threads had left."""
-        for channel in self._mailbox.acquire_idle_channels():
-            try:
-                while (inbound := channel.receive(0.0)) is not None:
-                    self.on_unexpected(inbound)
-            finally:
-                channel.release()
-
-    def _drain_later(self) -> None:
-        self._timer.call_later(DRAIN_SECONDS, self.drain)
 
 
 def _ignore(_: Inbound) -> None:

@@ -19,13 +19,13 @@ from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.futures import CompletionQueue
 from zmqgrad.rpc.hooks import RequestHandler
 from zmqgrad.rpc.in_flight import InFlightRequest, InFlightRequests, cancelled, end_serving, start_serving
-from zmqgrad.rpc.remote_errors import describe_exception, shorten
+from zmqgrad.rpc.remote_errors import describe_exception, show_exception
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.runtime.repeat_log import RepeatLog
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
-from zmqgrad.wire.messages import REQUEST, RESPONSE, Cancel, Goodbye, Message, MessageType, RemoteCall
+from zmqgrad.wire.messages import RESPONSE, Cancel, Message, MessageType, RemoteCall
 from zmqgrad.wire.tensors.torch_internals import function_modes
 
 logger = logging.getLogger(__name__)
@@ -69,16 +69,12 @@ class Server:
         self._lock = threading.Lock()  # guards _held
         self._held: list[Task] | None = None  # requests that arrive before serve(); None: they run at once
         self._hooks.control[MessageType.CANCEL] = self._on_cancel
-        self._hooks.control[MessageType.GOODBYE] = self._on_goodbye
 
     # ---- dispatch ---------------------------------------------------------------------------------------
 
     def on_message(self, inbound: Inbound) -> Task | None:
         """Handle a message in the thread that reads; returns the task for an engine thread, if any."""
         kind: MessageType = inbound.envelope.type  # type: ignore[assignment]
-        if self._lost and inbound.envelope.source in self._lost:
-            self._refuse(inbound)
-            return None
         control = self._hooks.control.get(kind)
         if control is not None:
             self.served += not kind & RESPONSE
@@ -96,6 +92,9 @@ class Server:
         if handler is None:
             self.repeats.warning(f"{self._worker.name}: no handler for {type(inbound.message).__name__}")
             return None
+        payload = getattr(getattr(inbound.message, "wrapped", inbound.message), "payload", None)
+        if payload is not None and payload.forks:
+            self._references.register(payload.forks)
         task = partial(self._serve, handler, inbound, self.in_flight.begin(inbound))
         return task if self._held is None else self._hold(task)
 
@@ -136,9 +135,6 @@ class Server:
 
         ``handler`` replies with its own errors; those of the system (Ctrl-C) reach the caller.
         """
-        if inbound.envelope.source in self._lost:
-            self._refuse(inbound)
-            return
         self.served += 1
         handler(inbound)
 
@@ -179,12 +175,6 @@ class Server:
             references.create_pending(source, message.rref_id, message.fork_id).set_exception(error)
             references.value_ready(message.rref_id)
         raise error
-
-    def _on_goodbye(self, inbound: Inbound) -> None:
-        """The sender has declared this worker lost, which is final: so its side is lost for this worker."""
-        message = inbound.message
-        assert isinstance(message, Goodbye)
-        self._worker.lose(inbound.envelope.source, message.reason)
 
     def _on_cancel(self, inbound: Inbound) -> None:
         message = inbound.message
@@ -233,25 +223,7 @@ class Server:
         try:
             self._send_error(inbound, error)
         except (TransportError, RpcError) as e:
-            self.repeats.warning(f"{own} cannot send {error!r} to worker {source}: {e}")
-
-    def _refuse(self, inbound: Inbound) -> None:
-        """Refuse a message of a lost peer that is alive, so that it declares this worker lost as well."""
-        self._references.release_unread(inbound)
-        source = inbound.envelope.source
-        if inbound.envelope.type == MessageType.GOODBYE:  # it has done so already
-            return
-        name = self._membership.name_of(source)
-        reason = (
-            f"{self._worker.name} has declared {name} (worker {source}) lost: {self._lost[source]}; "
-            f"it must join again"
-        )
-        try:
-            if inbound.envelope.type & REQUEST:
-                self._send_error(inbound, PeerLostError(reason))
-            self._mailbox.send(source, Goodbye(shorten(reason)), 0)
-        except (TransportError, RpcError) as e:  # the peer is dead after all
-            logger.debug("%s: cannot refuse a message of worker %d: %s", self._worker.name, source, e)
+            self.repeats.warning(f"{own} cannot send {show_exception(error)} to worker {source}: {e}")
 
     def _send_error(self, inbound: Inbound, error: BaseException) -> None:
         envelope = inbound.envelope

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from zmqgrad.rpc.calls import PendingCall, PendingCalls
-from zmqgrad.runtime.timer import TimerHandle
+from zmqgrad.runtime.service_thread import TimerHandle
 from zmqgrad.transport.tap import Tracer
 
 if TYPE_CHECKING:

@@ -21,14 +21,13 @@ from zmqgrad.rpc.current import set_current_worker
 from zmqgrad.rpc.membership.membership import Membership
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.peer_contexts import PeerContexts
-from zmqgrad.rpc.reliable import ReliableSender
 from zmqgrad.rpc.replies import ReplyDecoder
 from zmqgrad.rpc.reply_port import ReplyPorts
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.server import Server
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport import tap
-from zmqgrad.transport.base import Mailbox, PeerAddress
+from zmqgrad.transport.base import Mailbox, PeerAddress, PeerEnd
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class Worker(WorkerCore):
         _workers.add(self)
         self.references = ReferenceTable(self)
         self.contexts = PeerContexts(membership, self.references, self.hooks)
-        self.ports = ReplyPorts(mailbox, self.timer, clock)
+        self.ports = ReplyPorts(mailbox, clock)
         self.client = Client(self, self.ports, self.contexts, self.references)
         self.replies = ReplyDecoder(self, self.references)
         self.server = Server(self, self.client, self.references, self.replies.queue)
@@ -66,14 +65,15 @@ class Worker(WorkerCore):
             self.client.request,
             self.client.request_call,
         )
-        self.post, self.wait, self.resolve_timeout = (
+        self.post, self.wait, self.send_and_wait, self.resolve_timeout = (
             self.client.post,
             self.client.wait,
+            self.client.send_and_wait,
             self.client.resolve_timeout,
         )
         self.decode, self.future = self.replies.decode, self.replies.future
         self.reply = self.server.reply
-        self.references.connect(ReliableSender(self), self.reply)
+        self.references.connect(self.request, self.reply)
 
     def _prepare_thread(self) -> None:
         """Initializes a new engine thread: sets its current worker and torch's number of threads.
@@ -88,6 +88,8 @@ class Worker(WorkerCore):
 
     def on_suspected(self, peer: int, seconds: float) -> None:
         """Note that ``peer`` has been silent for ``seconds``; 0: it replies again. Fails nothing."""
+        if peer in self.lost:
+            return
         name = self.membership.name_of(peer)
         if seconds:
             self.silent[peer] = self.clock.now() - seconds
@@ -102,11 +104,13 @@ class Worker(WorkerCore):
             logger.warning("%s: %s (worker %d) replies again", self.name, name, peer)
 
     def lose(self, peer: int, reason: str) -> None:
-        """Declare ``peer`` lost: fail what waits for it and cancel what it requested. Idempotent."""
-        if self.closed:
-            return
-        if peer in self.lost:
-            self.mailbox.forget(peer)  # a refusal may have connected to it again
+        """Declare ``peer`` lost. That takes effect behind what has arrived from it. Idempotent."""
+        self.mailbox.end(peer, reason)
+
+    def _on_end(self, end: PeerEnd) -> None:
+        """The last event of a peer: fail what waits for it and cancel what it requested."""
+        peer, reason = end.peer, end.reason
+        if self.closed or peer in self.lost:
             return
         self.lost[peer] = reason
         self.silent.pop(peer, None)
@@ -120,7 +124,6 @@ class Worker(WorkerCore):
         self.contexts.forget(peer)
         for callback in self.hooks.peer_lost:
             callback(peer, self.loss_of(peer, "a part of it"))
-        self.mailbox.forget(peer)  # otherwise its socket would keep reconnecting
         record = self.membership.find_known(peer)
         if record is not None:  # on_loss callbacks get only workers that were known to have joined
             self.events.lost(record.info, reason)
@@ -141,7 +144,7 @@ class Worker(WorkerCore):
             self.server.on_message,
             self._address_of,
             self.pool,
-            self.lose,
+            self._on_end,
             self.timer,
             self.on_suspected,
             self.replies.queue.drain,
@@ -159,8 +162,12 @@ class Worker(WorkerCore):
         """Whether nothing is pending, queued or running here."""
         return not len(self.client.pending) and not self.pool.busy() and not self.references.busy()
 
-    def close(self) -> None:
-        """Stop at once: pending calls fail, and threads end once their tasks do. Idempotent."""
+    def close(self, goodbye: str = "") -> None:
+        """Stop at once: pending calls fail, and threads end once their tasks do. Idempotent.
+
+        Args:
+            goodbye: why this worker leaves, which others receive as its last message; empty: none.
+        """
         if self.closed:
             return
         self.closed = True
@@ -172,15 +179,15 @@ class Worker(WorkerCore):
         self.pool.close()
         self.replies.queue.finish()
         self.references.close()
-        self.mailbox.close()
-        self.timer.close()
+        self.mailbox.close(goodbye)
         self.server.repeats.close()
         tap.unregister(self)
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait until ``deadline`` for all threads to end; returns the names of those that have not."""
-        left = self.pool.join(deadline) + self.timer.join(deadline)
-        return left + self.mailbox.join(deadline)
+        left = self.pool.join(deadline) + self.mailbox.join(deadline)
+        self.timer.close()  # last: the mailbox needs it to close its sockets
+        return left + self.timer.join(deadline)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self.client.pending)} calls pending, {self.pool!r}"

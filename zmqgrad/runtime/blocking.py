@@ -17,10 +17,15 @@ class ManagedPool(Protocol):
     def blocked(self) -> Any:
         """Returns a context manager for the wait."""
 
+    def reads_here(self) -> bool:
+        """Whether the calling thread is the one that reads tasks."""
+
 
 class _ThreadState(threading.local):
     pool: ManagedPool | None = None
     """The pool that the calling thread belongs to."""
+    all_depend_on_it: bool = False
+    """Whether the calling thread runs what ends all waits, such as the timer."""
 
     def __init__(self) -> None:
         self.no_pool = threading.RLock()
@@ -40,6 +45,16 @@ def set_pool(pool: ManagedPool | None) -> None:
     global used_by_a_pool
     used_by_a_pool = True
     thread_state.pool = pool
+
+
+def may_wait_for_others() -> bool:
+    """Whether the calling thread may wait for another worker.
+
+    Not if other waits end only through this thread. The library's own code does not wait there, but a
+    finalizer of the program (``__del__``) may run in any thread.
+    """
+    state = thread_state
+    return not state.all_depend_on_it and (state.pool is None or not state.pool.reads_here())
 
 
 def blocking_section() -> Any:

@@ -16,6 +16,10 @@ monotonic_ns, wall_ns = time.monotonic_ns, time.time_ns
 """Nanoseconds, for traces: they record the real time, so no clock is handed to them."""
 
 
+thread_time = time.thread_time
+"""Seconds of processor time of the calling thread."""
+
+
 def unix_time() -> float:
     """Seconds since 1970, for people and files. It may jump, so nothing may be timed by it."""
     return time.time()

@@ -77,6 +77,7 @@ class ThreadPool:
         self._threads: set[threading.Thread] = set()
         self._retired: list[threading.Thread] = []  # no longer counted, but perhaps not ended
         self._started = 0
+        self._reader = 0  # id of the thread that reads from the source; 0: none
         self._all_idle = threading.Condition(self._lock)
         self._idle_waiters = 0
 
@@ -127,7 +128,9 @@ class ThreadPool:
         """
         leads = source.wait_for_lead()
         while leads:
+            self._reader = threading.get_ident()
             task = source.read()
+            self._reader = 0  # before another thread is promoted
             if task is None:
                 leads = source.wait_for_lead()
                 continue
@@ -169,6 +172,10 @@ class ThreadPool:
     def blocked(self) -> _Blocked:
         """A context manager around a wait in one of the pool's threads. Another thread may work meanwhile."""
         return _Blocked(self)
+
+    def reads_here(self) -> bool:
+        """Whether the calling thread is reading from the source."""
+        return self._reader == threading.get_ident()
 
     def _block(self) -> None:
         """Counts the calling thread as blocked, and starts a thread for a queued task."""

@@ -133,6 +133,16 @@ class TCPStore(Store):
         if self._server is not None:
             self._server.refuse_newcomers()
 
+    def close_drained(self, seconds: float) -> None:
+        """As :meth:`close`; on the master, first serve the clients that are connected until they disconnect.
+
+        Args:
+            seconds: how long to wait for them. New clients wait for the next store at this address.
+        """
+        if self._server is not None:
+            self._server.drain_seconds = seconds
+        self.close()
+
     def _count_worker(self, world_size: int, wait: bool) -> None:
         """Count this client, and as the master wait until there are ``world_size``."""
         deadline = Deadline.after(self._timeout)

@@ -96,6 +96,7 @@ class Connection:
         self._lock = threading.Lock()  # guards _subscriber and _closed
         self._publisher_lock = threading.Lock()  # guards the subscriber's connection, and what follows
         self._publisher_unknown = True  # or may have moved
+        self._connected = 0  # how often the subscriber was connected
         self.watches = WatchRegistry(self._client.name, self._register, self._renew_watches)
 
     def request(self, query: Message, seconds: float) -> Message:
@@ -154,8 +155,12 @@ class Connection:
             self.watches.on_notification(message, tasks.append)
         return tasks
 
-    def _subscribe(self, *topics: bytes, deadline: Deadline) -> Subscriber:
-        """Subscribe to ``topics`` in that order, at the current address of the server's publisher."""
+    def _subscribe(self, *topics: bytes, deadline: Deadline) -> tuple[Subscriber, int]:
+        """Subscribe to ``topics`` in that order, at the current address of the server's publisher.
+
+        Returns:
+            The subscriber, and the number of its connection.
+        """
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self!r} is closed")
@@ -171,11 +176,12 @@ class Connection:
                     endpoint = self._find_publisher(deadline)
                     if endpoint != subscriber.endpoint:
                         subscriber.connect(endpoint, self._keys)
+                        self._connected += 1
                 except BaseException:
                     self._publisher_unknown = True
                     raise
             subscriber.subscribe(*topics)
-        return subscriber
+            return subscriber, self._connected
 
     def _find_publisher(self, deadline: Deadline) -> str:
         """The best endpoint of the server's publisher."""
@@ -202,7 +208,7 @@ class Connection:
         while True:
             nonce = secrets.token_hex(16)
             proof = NONCE + nonce.encode()
-            subscriber = self._subscribe(topic, proof, deadline=deadline)
+            subscriber, connection = self._subscribe(topic, proof, deadline=deadline)
             try:
                 return as_registration(
                     self.request(watch_query(target, nonce, self._watcher), deadline.left())
@@ -210,8 +216,11 @@ class Connection:
             except NotSubscribedError:
                 # The subscription is late: the publisher has moved, or the connection is broken.
                 with self._publisher_lock:
+                    if connection != self._connected:
+                        continue  # another thread has replaced the connection
                     subscriber.disconnect()
                     self._publisher_unknown = True
+                self.watches.on_disconnect()  # the others' subscriptions are gone, too
             finally:
                 subscriber.unsubscribe(proof)
 

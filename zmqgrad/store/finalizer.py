@@ -8,10 +8,11 @@ alive until they are closed: explicitly, after their owner was collected, or at 
 from __future__ import annotations
 
 import _thread
-import atexit
 import os
 import weakref
 from collections.abc import Callable
+
+from zmqgrad.runtime.exit import run_at_exit
 
 _open: set[Finalizer] = set()
 
@@ -48,7 +49,7 @@ class Finalizer:
             return  # no more threads can be started; _close_all() closes it
 
 
-@atexit.register
+@run_at_exit
 def _close_all() -> None:
     """Close everything before the interpreter tears down modules and threads."""
     for finalizer in list(_open):

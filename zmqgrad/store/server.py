@@ -97,6 +97,8 @@ class StoreServer:
             if watch_port:
                 self._service.open_publisher()
             undo.pop_all()
+        self.drain_seconds = 0.0
+        """How long closing waits until the other clients have disconnected; it accepts no new ones then."""
         self._thread = threading.Thread(target=self._run, name=f"{name}-server", daemon=True)
         self._thread.start()
 
@@ -139,8 +141,8 @@ class StoreServer:
         Raises:
             StoreError: if the thread does not end in time.
         """
-        self._server.stop()
-        self._thread.join(Deadline.after(CLOSE_SECONDS).timeout())
+        self._server.stop(self.drain_seconds)
+        self._thread.join(Deadline.after(self.drain_seconds + CLOSE_SECONDS).timeout())
         if self._thread.is_alive():
             raise StoreError(f"the thread {self._thread.name} has not ended within {CLOSE_SECONDS} s")
 

@@ -14,8 +14,8 @@ from functools import partial
 
 from zmqgrad.errors import ClosedError, StoreError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.thread_pool import Source, Task, ThreadPool
-from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.store.events import EventBacklog, EventHandler, WatchEvent
 from zmqgrad.store.watch_cache import ChangeNotification, Registration, WatchCache
 from zmqgrad.store.watch_targets import Prefix, Target
@@ -92,7 +92,7 @@ class WatchRegistry:
         self._closed = False
         self._connection = 0  # number of disconnects; a registration is valid for one connection
         self._pool: ThreadPool | None = None
-        self._timer: TimerThread | None = None
+        self._timer: ServiceThread | None = None
 
     def add(self, target: Target, handler: EventHandler, *, present: bool = False) -> None:
         """Call ``handler`` for each change of ``target`` from now on. Blocks until the watch is registered.
@@ -278,7 +278,7 @@ class WatchRegistry:
 
     def _start(self) -> None:
         if self._pool is None:
-            self._timer = TimerThread(self._name)
+            self._timer = ServiceThread(self._name)
             self._timer.start()
             self._pool = ThreadPool(self._name, CALLBACK_THREADS)
             if self._renew is not None:

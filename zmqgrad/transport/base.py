@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.tap import OnHeartbeat, Tap
 from zmqgrad.wire.frames import Envelope
@@ -25,7 +26,7 @@ class Inbound(NamedTuple):
     Args:
         frames: the frames after the header; the handler may keep them and write to them.
         size: in bytes, of all frames including the header.
-        socket_bytes: size of the frames that arrived through a socket, without the header.
+        socket_bytes: what the message counts for flow control: the bytes that arrived through a socket.
     """
 
     envelope: Envelope
@@ -64,8 +65,16 @@ Resolver = Callable[[int], PeerAddress]
 """Maps a worker id to its address. Raises ``UnknownPeerError``."""
 
 
-OnLost = Callable[[int, str], None]
-"""Called with a lost peer and the reason; must not block."""
+class PeerEnd(NamedTuple):
+    """The last event of a link: this incarnation of the peer delivers nothing more."""
+
+    peer: int
+    incarnation: int
+    reason: str
+
+
+OnEnd = Callable[[PeerEnd], None]
+"""Called in the reading thread with the end of a link, after all of its messages; must not block."""
 
 OnSuspected = Callable[[int, float], None]
 """Called with a suspected peer and its seconds of silence; 0: it replies again. Must not block."""
@@ -81,19 +90,24 @@ class ReplyChannel(Protocol):
     def receive(self, seconds: float | None) -> Inbound | None:
         """Returns the next message; None after ``seconds`` (None: no limit) or a wake-up without one."""
 
+    def settle(self) -> None:
+        """The owner has taken note of the message that it received last, and may now do something else.
+
+        Until then, or until it receives again, the end of the peer is not delivered.
+        """
+
     def wake(self) -> None:
         """Makes :meth:`receive` return. From any thread."""
+
+    def abandon(self, handle: Callable[[Inbound], None]) -> None:
+        """Closes the channel instead of releasing it, as late messages may arrive.
+
+        ``handle`` is called with those that have arrived; others reach the receiver of the mailbox.
+        """
 
     @property
     def release(self) -> Callable[[], None]:
         """Returns the channel to its mailbox. Called by the thread that acquired it."""
-
-
-class Timer(Protocol):
-    """Runs callbacks later (:class:`~zmqgrad.runtime.timer.TimerThread`)."""
-
-    def call_later(self, seconds: float, job: Callable[[], None]) -> object:
-        """Runs ``job`` in ``seconds``. Safe inside finalizers."""
 
 
 class Mailbox(Protocol):
@@ -113,8 +127,8 @@ class Mailbox(Protocol):
         handler: Handler,
         resolve: Resolver,
         pool: ThreadPool | None = None,
-        lost: OnLost | None = None,
-        timer: Timer | None = None,
+        on_end: OnEnd | None = None,
+        service: ServiceThread | None = None,
         suspected: OnSuspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
@@ -124,16 +138,15 @@ class Mailbox(Protocol):
             handler: called with each message.
             resolve: looks up the address of a peer at the first message to it.
             pool: runs the tasks of the handler; None: the receiver's own thread does.
-            lost, suspected: called when a monitored peer is lost, or silent.
-            timer: runs periodic work; None: the mailbox starts one.
+            on_end: called with the end of each link, behind its last message. Nothing is sent to or
+                received from the peer any more.
+            service: runs periodic work, heartbeats and authentication; None: the mailbox starts one.
+            suspected: called when a monitored peer is silent.
             on_idle: called before the reading thread blocks, so a handler can batch work.
         """
 
     def acquire_channel(self, peer: int) -> ReplyChannel | None:
         """Returns a channel by which ``peer`` can reply to the calling thread; None if none is free."""
-
-    def acquire_idle_channels(self) -> Sequence[ReplyChannel]:
-        """Acquires all idle channels, to be read and released."""
 
     def send(
         self,
@@ -165,11 +178,21 @@ class Mailbox(Protocol):
     def unmonitor(self, peer: int) -> None:
         """Undoes :meth:`monitor`. No effect on a peer to which messages were sent."""
 
-    def forget(self, peer: int) -> None:
-        """Drops the connection to ``peer``; the next message resolves its address again."""
+    def end(self, peer: int, reason: str) -> None:
+        """Ends the link to ``peer``, whose end is delivered behind what has arrived. From any thread.
 
-    def close(self) -> None:
-        """Stops sending and receiving; queued messages may be lost. Idempotent."""
+        The peer is told ``reason`` if it can be reached. No effect if the link has ended.
+        """
+
+    def flush(self, deadline: Deadline) -> bool:
+        """Waits until all that was sent has left, and by tcp has arrived. Returns whether it has in time."""
+
+    def close(self, goodbye: str = "") -> None:
+        """Stops sending and receiving; queued messages may be lost. Idempotent.
+
+        Args:
+            goodbye: why this worker leaves, which peers receive as the last message; empty: none.
+        """
 
     def join(self, deadline: Deadline) -> list[str]:
         """Waits for threads and sockets to end. Returns the names of those that have not by ``deadline``."""

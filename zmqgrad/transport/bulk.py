@@ -22,12 +22,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.base import Buffer, Timer
+from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
-from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Manifest
+from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, LargeMessage, Manifest
 
 CHUNK_BYTES = 1 << 20
 """Size of a chunk; larger frames are split."""
+
+MAX_INLINE_CHUNK_BYTES = 15 << 10
+"""Size of a chunk that fits in a packet of this host (:mod:`zmqgrad.transport.local`) with its header."""
 
 MIN_POOLED_BYTES = 1 << 20
 """Copies of at least this size use pooled memory."""
@@ -43,32 +47,53 @@ TRIM_SECONDS = 30.0
 
 _stream_ids = itertools.count(1)
 
+Part = tuple[Chunk, memoryview]
+"""A chunk, and its data."""
 
-def split(prepared: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
+
+def split(prepared: PreparedFrames, size_limit: int = CHUNK_BYTES) -> tuple[PreparedFrames, list[Part]]:
     """Splits the frames of ``prepared`` that are larger than a chunk.
+
+    Args:
+        size_limit: of a chunk and of the frames that are not split; 0: all are split.
 
     Returns:
         ``prepared`` without them, and their chunks, to be sent before it.
     """
-    if all(len(frame) <= CHUNK_BYTES for frame in prepared.frames):
+    if all(len(frame) <= size_limit for frame in prepared.frames) and (size_limit or not prepared.frames):
         return prepared, []
     manifest = prepared.manifest or Manifest()
     buffers = list(manifest.buffers) or [FrameBuffer(size=len(f)) for f in prepared.frames]
     slices = manifest.slices or tuple(FrameSlice(i, 0, len(f)) for i, f in enumerate(prepared.frames))
-    chunks: list[tuple[Chunk, memoryview]] = []
+    chunks: list[Part] = []
     rest: list[Buffer] = []
     for i, frame in enumerate(prepared.frames):
         size = len(frame)
-        if size <= CHUNK_BYTES:
+        if size_limit and size <= size_limit:
             rest.append(frame)
             continue
         buffers[i] = FrameBuffer(block=next(_stream_ids), size=size)
-        view = memoryview(frame)
-        chunks += [
-            (Chunk(buffers[i].block, start, size), view[start : start + CHUNK_BYTES])
-            for start in range(0, size, CHUNK_BYTES)
-        ]
-    return PreparedFrames(replace(manifest, buffers=tuple(buffers), slices=slices), rest), chunks
+        chunks += _chunks(buffers[i].block, frame, size_limit or MAX_INLINE_CHUNK_BYTES)
+    manifest = replace(manifest, buffers=tuple(buffers), slices=slices)
+    return PreparedFrames(manifest, rest, prepared.segments), chunks
+
+
+def _chunks(stream: int, frame: Buffer, size_limit: int) -> list[Part]:
+    view, size = memoryview(frame), len(frame)
+    return [
+        (Chunk(stream, start, size), view[start : start + size_limit]) for start in range(0, size, size_limit)
+    ]
+
+
+def split_first(first: bytearray, size_limit: int) -> tuple[LargeMessage, list[Part]]:
+    """Splits a first frame. Returns the message to send in its place, and the chunks to send before it."""
+    stream = next(_stream_ids)
+    return LargeMessage(stream, len(first)), _chunks(stream, first, size_limit)
+
+
+def inline(part: Part) -> Chunk:
+    """Returns a chunk that contains its data, for a packet."""
+    return replace(part[0], data=bytes(part[1]))
 
 
 def copy_into(target: memoryview, source: Buffer) -> None:
@@ -107,14 +132,14 @@ class Reassembler:
         self._streams: dict[tuple[int, int], _PartialFrame] = {}  # by peer and stream id
 
     def add(self, peer: int, chunk: Chunk, frames: Sequence[Buffer]) -> None:
-        """Adds a chunk, whose data is the only one of ``frames``.
+        """Adds a chunk, whose data is the only one of ``frames``, or in it.
 
         Raises:
             ProtocolError: if it does not continue the frame.
         """
-        size = len(frames[0]) if len(frames) == 1 else 0
-        copy_into(self.reserve(peer, chunk, size), frames[0])
-        self.advance(peer, chunk, size)
+        data = frames[0] if len(frames) == 1 else bytearray(chunk.data)
+        copy_into(self.reserve(peer, chunk, len(data)), data)
+        self.advance(peer, chunk, len(data))
 
     def reserve(self, peer: int, chunk: Chunk, size: int) -> memoryview:
         """Returns the memory for the ``size`` bytes of a chunk; :meth:`advance` adds it once written to.
@@ -161,12 +186,22 @@ class Reassembler:
                 if not buffer.segment:
                     whole += itertools.islice(following, 1)
                 continue
-            stream = self._streams.pop((peer, buffer.block), None)
-            if stream is None or not stream.received == stream.size == buffer.size:
-                raise ProtocolError(f"chunks of a frame of worker {peer} are missing")
+            whole.append(self.take(peer, buffer.block, buffer.size))
             buffers.append(FrameBuffer(size=buffer.size))
-            whole.append(memoryview(stream.array).cast("B"))
         return replace(manifest, buffers=tuple(buffers)), [*whole, *following]
+
+    def take(self, peer: int, number: int, size: int) -> memoryview:
+        """Returns the frame of ``size`` bytes that was received as stream ``number``.
+
+        Raises:
+            ProtocolError: if a chunk is missing.
+        """
+        if not size:
+            return memoryview(bytearray())
+        stream = self._streams.pop((peer, number), None)
+        if stream is None or not stream.received == stream.size == size:
+            raise ProtocolError(f"chunks of a frame of worker {peer} are missing")
+        return memoryview(stream.array).cast("B")
 
     def forget(self, peer: int) -> None:
         """Drops the incomplete frames of ``peer``."""
@@ -195,12 +230,12 @@ class BufferPool:
         self._lock = threading.Lock()  # guards all but the deque
         self._freed: deque[mmap.mmap] = deque()  # filled by finalizers, which only enqueue
         self._free: list[mmap.mmap] = []
-        self._timer: Timer | None = None
+        self._timer: ServiceThread | None = None
         self._armed = False
         self._used = False
         self._closed = False
 
-    def start(self, timer: Timer | None) -> None:
+    def start(self, timer: ServiceThread | None) -> None:
         """Frees unused buffers by ``timer`` from now on."""
         self._timer = timer
 

@@ -11,20 +11,20 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zmqgrad.errors import ZmqgradError
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.thread_pool import Task
-from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer
+from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
-from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
-from zmqgrad.transport.shared_memory.transport import Send, SharedMemoryTransport
+from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
+from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import LazyFrame
 from zmqgrad.wire.messages import (
     RESPONSE,
     Chunk,
-    Credit,
     CreditWanted,
+    LargeMessage,
     Manifest,
     Message,
     MessageType,
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 DATA_PLANE_TYPES = frozenset(
     {
-        MessageType.ARENA_OFFER,
-        MessageType.ARENA_REPLY,
         MessageType.RELEASE,
         MessageType.CREDIT,
         MessageType.CREDIT_WANTED,
@@ -53,84 +51,33 @@ class DataPlane:
         name: of the worker.
         arena: settings of its shared memory.
         inflight: limit of the bytes in flight to each peer through sockets; 0: no limit.
-        send: of the mailbox.
-        send_behind: sends a message behind all that were sent before.
-        may_wait: returns whether the calling thread may wait for messages: all but the reading thread may.
+        notify: sends a control message to a peer, and does not raise because of the peer.
     """
 
     def __init__(
-        self,
-        name: str,
-        arena: ArenaSettings,
-        inflight: int,
-        send: Send,
-        send_behind: Callable[[int, Message], None],
-        may_wait: Callable[[], bool],
+        self, name: str, arena: ArenaSettings, inflight: int, notify: Callable[[int, Message], None]
     ) -> None:
-        self.shared_memory = SharedMemoryTransport(name, arena, send, may_wait)
+        self.shared_memory = SharedMemoryTransport(name, arena, notify)
         self.has_releases = self.shared_memory.has_releases
         """Returns, as a truth value, whether there are blocks to release to a peer."""
-        self.send_window = SendWindow(name, inflight, self.notify)
-        self._name = name
-        self._receive_window = ReceiveWindow(inflight, self.notify)
+        self.send_window = SendWindow(name, inflight, notify)
+        self._receive_window = ReceiveWindow(inflight, notify)
+        self.consumed = self._receive_window.totals
+        """Returns what was consumed of a peer, for the envelope of the next message to it."""
         self.reassembler = Reassembler()
-        self._send = send
-        self._send_behind = send_behind
-        self._may_wait = may_wait
+        self.prepare, self.rollback = self.shared_memory.prepare, self.shared_memory.rollback
+        self.on_offer = self.shared_memory.on_offer
 
-    def start(self, timer: Timer | None) -> None:
-        """Starts the periodic work, which ``timer`` runs."""
-        self.shared_memory.start(timer)
-        self.reassembler.buffers.start(timer)
-
-    def notify(self, peer: int, message: Message, message_id: int = 0) -> None:
-        try:
-            if isinstance(message, CreditWanted) and message.again:
-                self._send_behind(peer, message)
-            else:
-                self._send(peer, message, message_id)
-        except ZmqgradError as e:
-            logger.debug("%s cannot send worker %d %s: %s", self._name, peer, message, e)
+    def start(self, service: ServiceThread) -> None:
+        """Starts the periodic work, which ``service`` runs."""
+        self.shared_memory.start(service)
+        self.reassembler.buffers.start(service)
 
     # ---- sending ------------------------------------------------------------------------------------------
-
-    def prepare(
-        self, peer: int, local: bool, message: Message, frames: Sequence[Frame], timeout: float
-    ) -> PreparedFrames:
-        """Prepares ``frames`` for ``peer``, which is on this host if ``local``.
-
-        If they must use the socket and the peer's credit is used up, waits up to ``timeout`` seconds (0: no
-        limit).
-
-        Raises:
-            CongestionError, ClosedError: as :meth:`SendWindow.wait`.
-        """
-        prepared = self.shared_memory.prepare(peer, local, frames)
-        if not prepared.frames:
-            return prepared
-        reply, size = bool(message.TYPE & RESPONSE), frames_size(prepared.frames)
-        if self.send_window.try_reserve(peer, reply, size, wait=self._may_wait()):
-            return prepared
-        self.shared_memory.rollback(peer, prepared)  # releases carried by this message must not wait
-        self.send_window.wait(peer, reply, size, timeout)
-        try:
-            prepared = self.shared_memory.prepare(peer, local, frames)
-        except BaseException:
-            self.send_window.return_credit(peer, reply, size)
-            raise
-        if not prepared.frames:  # by now there is shared memory for them
-            self.send_window.return_credit(peer, reply, size)
-        return prepared
 
     def copies(self, frames: Sequence[Frame]) -> list[Frame]:
         """Returns copies of ``frames`` that later changes of the tensors do not affect."""
         return [f if isinstance(f, (bytes, LazyFrame)) else self.reassembler.buffers.copy(f) for f in frames]
-
-    def rollback(self, peer: int, message: Message, prepared: PreparedFrames) -> None:
-        """Undoes :meth:`prepare` for a message that could not be sent."""
-        self.shared_memory.rollback(peer, prepared)
-        if prepared.frames:
-            self.send_window.return_credit(peer, bool(message.TYPE & RESPONSE), frames_size(prepared.frames))
 
     # ---- receiving -----------------------------------------------------------------------------------------
 
@@ -144,6 +91,14 @@ class DataPlane:
             manifest, frames = self.reassembler.complete(peer, manifest, frames)
         return self.shared_memory.open(peer, manifest, frames)
 
+    def take_first(self, peer: int, message: LargeMessage) -> bytes:
+        """Returns the first frame of a message that was sent in chunks.
+
+        Raises:
+            ProtocolError: if a chunk is missing.
+        """
+        return bytes(self.reassembler.take(peer, message.stream, message.size))
+
     def on_message(self, inbound: Inbound) -> None:
         """Handles one of the messages in ``DATA_PLANE_TYPES``.
 
@@ -151,23 +106,21 @@ class DataPlane:
             ProtocolError: if it is a chunk that does not continue its frame.
         """
         source, message = inbound.envelope.source, inbound.message
-        if isinstance(message, Credit):
-            self.send_window.on_credit(source, message)
-        elif isinstance(message, CreditWanted):
+        if isinstance(message, CreditWanted):
             self._receive_window.credit_requested(source, message)
         elif isinstance(message, Chunk):
             self.reassembler.add(source, message, inbound.frames)
-        elif inbound.envelope.type != MessageType.ACK:  # its envelope was handled by the session
-            self.shared_memory.on_message(source, message, inbound.envelope.message_id)
+        # The envelopes and manifests of the others have done their work.
+        if inbound.socket_bytes:
+            self._receive_window.consumed(source, False, inbound.socket_bytes)
 
     def deliver(self, inbound: Inbound, handler: Handler) -> Task | None:
-        """Passes a message whose frames arrived through a socket to ``handler``.
+        """Passes a message that counts for flow control to ``handler``.
 
         It counts as consumed when its task begins, or at once if there is none.
         """
         source, reply = inbound.envelope.source, bool(inbound.envelope.type & RESPONSE)
         size, task = inbound.socket_bytes, None
-        self._receive_window.received(source, reply, size)
         try:
             task = handler(inbound)
         finally:
@@ -181,6 +134,15 @@ class DataPlane:
             task()
 
         return begin
+
+    def count_consumed(self, inbound: Inbound) -> None:
+        """Counts a message that was received at a reply channel."""
+        reply = bool(inbound.envelope.type & RESPONSE)
+        self._receive_window.consumed(inbound.envelope.source, reply, inbound.socket_bytes)
+
+    def drop_malformed(self, envelope: Envelope, size: int) -> None:
+        """Counts a malformed message of a peer as consumed."""
+        self._receive_window.consumed(envelope.source, bool(envelope.type & RESPONSE), size)
 
     # ---- closing -------------------------------------------------------------------------------------------
 

@@ -1,19 +1,19 @@
 """Credit-based flow control: bounds the bytes in flight to each peer (docs/guarantees.md, P10).
 
-Frames that go through a socket take memory on both sides until the peer consumes them, and libzmq would queue
-them without limit. So each worker counts, per peer, the bytes that it has sent and the peer has not consumed.
-A request is consumed when its execution begins, a response when it is read. Beyond the limit the sending
-threads wait, in order. A message larger than the limit is sent alone.
+What goes through a socket takes memory on both sides until the peer consumes it. So each worker counts, per
+peer, the bytes that it has sent, and every message of the peer tells how many it has consumed so far: a
+cumulative counter in the envelope, which neither loss nor repetition of a message can falsify. A request is
+consumed when its execution begins, a response when it is read. Beyond the limit the sending threads wait, in
+order. A message larger than the limit is sent alone.
 
 Requests and responses are counted separately, so responses pass while requests wait: reading never waits for
 user code, so responses are always consumed. A thread of the pool that waits here counts as blocked, so other
 threads start the requests of the peer; hence two workers that flood each other make progress. The thread that
-reads must not wait, and sends at once. Messages without frames (control messages and small ones) and shared
-memory, which has its own limit, are not counted.
+reads must not wait, and sends at once. Messages of less than :data:`MIN_COUNTED_BYTES` are not counted, as
+what their sender keeps for each takes more; nor is shared memory, which has its own limit.
 
-The receiver returns credit in batches, or as soon as the peer reports that it waits. A sender that waits for
-long reports again, behind all that it sent: what has not arrived by then was lost with a connection, and
-counts as consumed.
+The receiver returns credit with any message; by a message of its own in batches, or as soon as it has
+consumed what the peer reports to wait for.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ logger = logging.getLogger(__name__)
 DEFAULT_INFLIGHT_BYTES = 256 << 20
 """Default limit of the bytes in flight to each peer."""
 
+MIN_COUNTED_BYTES = 1024
+"""Smaller messages are not counted."""
+
 BATCHES = 4
 """The receiver returns credit after this fraction (1 / BATCHES) of the limit."""
 
 LOG_INTERVAL_SECONDS = 5.0
-"""How often a sender that waits reports that to its peer. The first time, it logs a warning."""
+"""How often a sender that waits looks whether its time is over. The first time, it logs a warning."""
+
+NOTHING_CONSUMED = (0, 0)
 
 Notify = Callable[[int, Message], None]
 """Queues a small message for a peer. Must not raise because of that peer."""
@@ -50,17 +55,23 @@ class _Waiter(NamedTuple):
 
 
 class _CreditAccount:
-    """The bytes in flight to one peer, of requests or of responses. Guarded by the lock of the window."""
+    """The bytes sent to one peer, of requests or of responses, since the beginning. Guarded by the lock."""
 
-    __slots__ = ("limit", "sent", "waiting")
+    __slots__ = ("consumed", "limit", "sent", "waiting")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.sent = 0
+        self.consumed = 0
         self.waiting: deque[_Waiter] = deque()
 
+    @property
+    def in_flight(self) -> int:
+        return max(0, self.sent - self.consumed)
+
     def has_room(self, size: int) -> bool:
-        return not self.sent or self.sent + size <= self.limit
+        in_flight = self.in_flight
+        return not in_flight or in_flight + size <= self.limit
 
     def grant(self) -> list[_Waiter]:
         """Removes and returns the waiters that may send now, in order."""
@@ -71,8 +82,10 @@ class _CreditAccount:
         return granted
 
     def needed(self) -> int:
-        """Returns how many bytes must be consumed before the first waiter may send; 0 if there is none."""
-        return min(self.sent, self.sent + self.waiting[0].size - self.limit) if self.waiting else 0
+        """Returns how many bytes in all must be consumed before the first waiter may send; 0: none waits."""
+        if not self.waiting:
+            return 0
+        return min(self.sent, self.sent + self.waiting[0].size - self.limit)
 
 
 class SendWindow:
@@ -94,8 +107,7 @@ class SendWindow:
         self._closed = False
 
     def try_reserve(self, peer: int, reply: bool, size: int, *, wait: bool = True) -> bool:
-        """Counts ``size`` bytes as in flight to ``peer``. Returns False if the caller must :meth:`wait`
-        instead."""
+        """Counts ``size`` bytes as sent to ``peer``. Returns False if the caller must :meth:`wait`."""
         if not self.limit:
             return True
         with self._lock:
@@ -125,19 +137,15 @@ class SendWindow:
             account, waiter = self._account(peer, reply), _Waiter(size, Promise())
             account.waiting.append(waiter)
             granted = account.grant()
-            is_first = len(account.waiting) <= 1  # else the first waiter reports to the peer
             self.waits += 1
-        if is_first:
-            self._resume(peer, reply, account, granted)
+        self._resume(peer, reply, account, granted)
         try:
-            self._wait(peer, reply, account, waiter, Deadline.after(seconds or None))
+            self._wait(peer, account, waiter, Deadline.after(seconds or None))
         except BaseException:
             self._withdraw(peer, reply, account, waiter)
             raise
 
-    def _wait(
-        self, peer: int, reply: bool, account: _CreditAccount, waiter: _Waiter, deadline: Deadline
-    ) -> None:
+    def _wait(self, peer: int, account: _CreditAccount, waiter: _Waiter, deadline: Deadline) -> None:
         granted, logged = waiter.granted, False
         while not granted.wait_done(deadline.capped(LOG_INTERVAL_SECONDS).left()):
             what = f"{self._name}: {self._describe(peer, account)}"
@@ -146,13 +154,12 @@ class SendWindow:
             if not logged:
                 logged = True
                 logger.warning("%s", what)
-            self._request_credit(peer, reply, account, again=True)
         granted.result()
 
     def _describe(self, peer: int, account: _CreditAccount) -> str:
         return (
             f"{len(account.waiting)} messages for worker {peer} wait until it has consumed more of the "
-            f"{account.sent} bytes in flight to it (ZMQGRAD_INFLIGHT_BYTES is {self.limit})"
+            f"{account.in_flight} bytes in flight to it (ZMQGRAD_INFLIGHT_BYTES is {self.limit})"
         )
 
     def _withdraw(self, peer: int, reply: bool, account: _CreditAccount, waiter: _Waiter) -> None:
@@ -162,39 +169,40 @@ class SendWindow:
                 account.waiting.remove(waiter)
                 waiter.granted.set_exception(ClosedError("the sender stopped waiting"))
             elif waiter.granted.exception() is None:
-                account.sent = max(0, account.sent - waiter.size)
+                account.sent -= waiter.size
             granted = account.grant()
         self._resume(peer, reply, account, granted)
 
-    def return_credit(self, peer: int, reply: bool, size: int) -> None:
-        """Returns credit: ``peer`` has consumed ``size`` bytes, or they were not sent after all."""
+    def cancel(self, peer: int, reply: bool, size: int) -> None:
+        """Undoes the reservation of ``size`` bytes, which were not sent after all."""
         with self._lock:
             account = self._accounts.get((peer, reply))
-            if account is None:  # forgotten, or an error of the peer
+            if account is None:
                 return
-            account.sent = max(0, account.sent - size)
+            account.sent -= size
             granted = account.grant()
-        if granted or account.waiting:
-            self._resume(peer, reply, account, granted)
+        self._resume(peer, reply, account, granted)
 
-    def on_credit(self, peer: int, credit: Credit) -> None:
-        """Handles a message in which ``peer`` returns credit."""
-        if credit.requests:
-            self.return_credit(peer, False, credit.requests)
-        if credit.replies:
-            self.return_credit(peer, True, credit.replies)
+    def on_consumed(self, peer: int, requests: int, replies: int) -> None:
+        """Handles the counters in a message of ``peer``: what it has consumed since the beginning."""
+        for reply, consumed in ((False, requests), (True, replies)):
+            account = self._accounts.get((peer, reply))
+            if account is None or consumed <= account.consumed:
+                continue
+            with self._lock:
+                account.consumed = max(consumed, account.consumed)
+                granted = account.grant()
+            if granted or account.waiting:
+                self._resume(peer, reply, account, granted)
 
     def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
         """Wakes the granted waiters, and requests the credit that the next one needs."""
         for waiter in granted:
             waiter.granted.set_result(None)
-        self._request_credit(peer, reply, account)
-
-    def _request_credit(self, peer: int, reply: bool, account: _CreditAccount, again: bool = False) -> None:
         with self._lock:
             needed = account.needed()
         if needed:
-            self._notify(peer, CreditWanted(0, needed, again) if reply else CreditWanted(needed, 0, again))
+            self._notify(peer, CreditWanted(0, needed) if reply else CreditWanted(needed, 0))
 
     def forget(self, peer: int) -> None:
         """Drops the account of ``peer``; messages that wait for it fail."""
@@ -222,8 +230,8 @@ class SendWindow:
             sent: dict[int, int] = {}
             waiting: dict[int, dict[str, int]] = {}
             for (peer, _), account in self._accounts.items():
-                if account.sent:
-                    sent[peer] = sent.get(peer, 0) + account.sent
+                if account.in_flight:
+                    sent[peer] = sent.get(peer, 0) + account.in_flight
                 if account.waiting:
                     all_of_peer = waiting.setdefault(peer, {"messages": 0, "bytes": 0})
                     all_of_peer["messages"] += len(account.waiting)
@@ -238,15 +246,14 @@ def _take_waiting(accounts: Collection[_CreditAccount]) -> list[_Waiter]:
     return waiting
 
 
-class _Unacked:
-    """Bytes of one peer that are not consumed, and bytes consumed whose credit was not returned."""
+class _Consumed:
+    """Bytes of one peer that were consumed here, of requests and of replies."""
 
-    __slots__ = ("consumed", "due", "unconsumed")
+    __slots__ = ("due", "totals")
 
-    def __init__(self, due: int) -> None:
-        self.unconsumed = 0
-        self.consumed = 0  # since credit was last returned
-        self.due = due  # credit is returned once this much was consumed
+    def __init__(self, batch: int) -> None:
+        self.totals = NOTHING_CONSUMED
+        self.due = [batch, batch]  # a message of its own returns credit once the total reaches this
 
 
 class ReceiveWindow:
@@ -261,53 +268,50 @@ class ReceiveWindow:
         self._batch = max(1, limit // BATCHES)
         self._notify = notify
         self._lock = threading.Lock()  # guards _peers
-        self._peers: dict[tuple[int, bool], _Unacked] = {}
+        self._peers: dict[int, _Consumed] = {}
 
-    def received(self, peer: int, reply: bool, size: int) -> None:
-        """Counts ``size`` bytes of frames that arrived from ``peer``."""
-        with self._lock:
-            self._unacked(peer, reply).unconsumed += size
+    def totals(self, peer: int) -> tuple[int, int]:
+        """Returns what was consumed of the requests and replies of ``peer``, for the next message to it."""
+        consumed = self._peers.get(peer)
+        return NOTHING_CONSUMED if consumed is None else consumed.totals
 
     def consumed(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes as consumed, and returns credit if it is due."""
         with self._lock:
-            unacked = self._unacked(peer, reply)
-            unacked.unconsumed = max(0, unacked.unconsumed - size)  # the peer may have been forgotten since
-            unacked.consumed += size
-            credit = self._due(unacked)
-        self._return_credit(peer, reply, credit)
+            consumed = self._of(peer)
+            requests, replies = consumed.totals
+            consumed.totals = (requests, replies + size) if reply else (requests + size, replies)
+            is_due = self._is_due(consumed)
+        if is_due:
+            self._notify(peer, Credit())
 
     def credit_requested(self, peer: int, message: CreditWanted) -> None:
         """Handles a message in which ``peer`` requests credit."""
-        for reply, needed in ((False, message.requests), (True, message.replies)):
-            if needed:
-                with self._lock:
-                    unacked = self._unacked(peer, reply)
-                    unacked.due = min(unacked.due, needed)
-                    if message.again and unacked.unconsumed + unacked.consumed < needed:
-                        unacked.consumed = needed - unacked.unconsumed  # the rest was lost with a connection
-                    credit = self._due(unacked)
-                self._return_credit(peer, reply, credit)
+        with self._lock:
+            consumed = self._of(peer)
+            for i, needed in enumerate((message.requests, message.replies)):
+                if needed:
+                    consumed.due[i] = min(consumed.due[i], needed)
+            is_due = self._is_due(consumed)
+        if is_due:
+            self._notify(peer, Credit())
 
-    def _unacked(self, peer: int, reply: bool) -> _Unacked:
-        unacked = self._peers.get((peer, reply))
-        if unacked is None:
-            unacked = self._peers[peer, reply] = _Unacked(self._batch)
-        return unacked
+    def _of(self, peer: int) -> _Consumed:
+        consumed = self._peers.get(peer)
+        if consumed is None:
+            consumed = self._peers[peer] = _Consumed(self._batch)
+        return consumed
 
-    def _due(self, unacked: _Unacked) -> int:
-        """Returns the credit to return now, and resets the count. Called with the lock held."""
-        credit = unacked.consumed if unacked.consumed >= unacked.due else 0
-        if credit:
-            unacked.consumed, unacked.due = 0, self._batch
-        return credit
-
-    def _return_credit(self, peer: int, reply: bool, credit: int) -> None:
-        if credit:
-            self._notify(peer, Credit(0, credit) if reply else Credit(credit, 0))
+    def _is_due(self, consumed: _Consumed) -> bool:
+        """Whether credit must be returned now; if so, schedules the next time. Called with the lock held."""
+        due = False
+        for i, total in enumerate(consumed.totals):
+            if total >= consumed.due[i]:
+                consumed.due[i] = total + self._batch
+                due = True
+        return due
 
     def forget(self, peer: int) -> None:
         """Drops the counts of ``peer``."""
         with self._lock:
-            for reply in (False, True):
-                self._peers.pop((peer, reply), None)
+            self._peers.pop(peer, None)

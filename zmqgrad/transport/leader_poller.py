@@ -13,8 +13,8 @@ import select
 import threading
 from typing import Protocol
 
+from zmqgrad.runtime.polling import Wakeup
 from zmqgrad.runtime.spinning import UNSOLICITED_SPIN_SECONDS, SpinBudget, Spinner
-from zmqgrad.transport.polling import Wakeup
 
 MAX_EVENTS = 64
 """How many events one poll returns at most."""
@@ -204,5 +204,4 @@ class PollLeaderPoller(LeaderPoller):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._wakeup.close()
             self._turns.release()

@@ -1,65 +1,65 @@
-"""The mailbox over ZeroMQ: receives by a ROUTER, and sends by one DEALER per peer; ipc on one host, else tcp.
+"""The mailbox: local connections to the workers of this host, ZeroMQ (ROUTER and DEALER, over tcp) to others.
 
-It assembles the receiver (:mod:`~zmqgrad.transport.receiver`), the outgoing connections
-(:mod:`~zmqgrad.transport.connections`), the fast path within a host with its reply channels
-(:mod:`~zmqgrad.transport.local`), the heartbeats (:mod:`~zmqgrad.transport.heartbeat`), and the data plane
+It assembles the endpoint, which reads (:mod:`~zmqgrad.transport.endpoint`), the links, which send
+(:mod:`~zmqgrad.transport.links`), the reply channels (:mod:`~zmqgrad.transport.local.channels`), the
+heartbeats (:mod:`~zmqgrad.transport.heartbeat`), and the data plane
 (:mod:`~zmqgrad.transport.data_plane`), which decides how frames are transferred.
 
-On Linux the ipc address is in the abstract namespace, so a killed process leaves no file behind, and libzmq
-checks the peer's user id. Elsewhere it is a socket in a private directory (0700).
+On Linux local addresses are in the abstract namespace, so a killed process leaves no file behind.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import secrets
-import shutil
-import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import zmq
 
-from zmqgrad.errors import TransportError, UnknownPeerError
+from zmqgrad.errors import TransportError, ZmqgradError
+from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
+from zmqgrad.runtime.polling import READ
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
-from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
 from zmqgrad.transport.base import (
     Frame,
     Handler,
     Inbound,
     Mailbox,
+    OnEnd,
     OnIdle,
-    OnLost,
     OnSuspected,
+    PeerEnd,
     Resolver,
-    Timer,
 )
 from zmqgrad.transport.bind_policy import bind, tcp_address
-from zmqgrad.transport.bulk import split
-from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up_unbounded
+from zmqgrad.transport.bulk import CHUNK_BYTES, MAX_INLINE_CHUNK_BYTES, Part, inline, split, split_first
 from zmqgrad.transport.data_plane import DATA_PLANE_TYPES, DataPlane
-from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
+from zmqgrad.transport.endpoint import PROCESS_ENDED, Endpoint
+from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES, MIN_COUNTED_BYTES
 from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor, heartbeat_endpoint
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
-from zmqgrad.transport.local import LocalListener
+from zmqgrad.transport.links import Link, Links, set_up_unbounded
+from zmqgrad.transport.local import LocalConnection, LocalListener
 from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
+from zmqgrad.transport.local.connection import PROTOCOL, Hello
 from zmqgrad.transport.local.listener import Registry
-from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.sealed.transport import SEALED_TYPES, SealedTransport
-from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
+from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_client, secure_server
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
+from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor, set_up
 from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY, OnHeartbeat, Tap
 from zmqgrad.wire.codec import encode
-from zmqgrad.wire.messages import Ack, Message, MessageType
+from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.messages import RESPONSE, Ack, Goodbye, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -79,29 +79,32 @@ MAX_SOCKETS = 16_384
 MAILBOX_DESCRIPTORS = 32
 """That must be free where a mailbox is opened. It uses some 20, and more for each peer."""
 
-LAST_REPLIES_SECONDS = 0.05
-"""A peer that the monitor finds lost is reported lost after this time, in which its last replies are read."""
+GOODBYE_LINGER_MS = 1000
+"""How long the last message to a peer may take to leave."""
+
+FLUSH_SECONDS = 0.001, 0.1
+"""First and longest interval at which :meth:`ZmqMailbox.flush` looks: libzmq reports no acknowledgement."""
 
 NO_FRAMES = PreparedFrames(None, ())
-NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
 
 class ZmqMailbox(Mailbox):
-    """One worker's ROUTER and DEALERs. The constructor binds; :meth:`start` begins to receive.
+    """One worker's mailbox. The constructor binds; :meth:`start` begins to receive.
 
     Args:
         name: of the worker, used in the names of its threads.
         worker_id: 0 to 65535.
-        tcp_host: address to listen on by tcp, at a port that the system chooses; None: ipc only.
+        tcp_host: address to listen on by tcp, at a port that the system chooses; None: this host only.
         advertised: address at which peers reach ``tcp_host``, at the same ports; None: as it is.
         arena: settings of the memory shared with workers of this host; by default none is.
         timeouts: of the failure detector.
-        inflight: limit of the bytes of frames in flight to each peer; 0: no limit.
+        inflight: limit of the bytes in flight to each peer; 0: no limit.
         keys: the job's; by tcp, all peers must have them. None: tcp is not authenticated.
         io_threads: number of I/O threads of libzmq.
         spin_seconds: how long a thread spins before it blocks.
-        job: identifies the job; the fast path refuses processes of other jobs.
-        fast_path: whether to use it (:mod:`~zmqgrad.transport.local`) where the system supports it.
+        job: identifies the job; processes of other jobs are refused on this host.
+        fast_path: whether to use local connections (:mod:`~zmqgrad.transport.local`) where the system
+            supports them.
 
     Raises:
         TransportError: if a socket cannot be opened or bound.
@@ -127,98 +130,126 @@ class ZmqMailbox(Mailbox):
             local.check_can_open(MAILBOX_DESCRIPTORS)
         except OSError as e:
             raise TransportError(f"{name} cannot open its sockets: {e.strerror}") from e
+        fast_path = fast_path and local.supported()
+        if tcp_host is None and not fast_path:
+            raise TransportError(f"{name} has no address: neither local connections nor tcp may be used")
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None
         self.on_heartbeat: OnHeartbeat | None = None
+        self.job = job
         self._name = name
         self._handler: Handler = _drop
-        self._directory: str | None = None
+        self._on_end: OnEnd = _ignore_end
         self._timeouts = timeouts
         self._keys = keys
         self._zap: ZapAuthenticator | None = None
         self._heartbeats: HeartbeatMonitor | None = None
-        self._plane = DataPlane(
-            name,
-            arena,
-            inflight,
-            self.send,
-            self._send_behind,
-            lambda: not self._receiver.reads_here(),
-        )
+        self._refused: set[int] = set()  # peers that were told that their link has ended
+        self._plane = DataPlane(name, arena, inflight, self.notify)
+        self._plane.shared_memory.sender = (worker_id, self.incarnation)
+        self._consumed = self._plane.consumed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
             io_threads if tcp_host is None else min(io_threads + 1, MAX_IO_THREADS)
         )
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._spin_budget = SpinBudget(spin_seconds)
-        fast_path = fast_path and local.supported()
-        self.job = job
+        self._hello = Hello(PROTOCOL, job, 0, worker_id, self.incarnation)
         ack = bytes(encode(Ack(), worker_id, self.incarnation, 0))
-        self._sessions = Sessions(
-            name, self.incarnation, ack, lambda peer: self._connections.acknowledge(peer)
+        self._sessions = Sessions(name, self.incarnation, ack, self._acknowledge)
+        self._links = Links(
+            name, self._context, self._hello, keys, fast_path, self._sessions, self._watch, self._on_broken
         )
-        self._own_timer: TimerThread | None = None
-        self._connections = ConnectionPool(
-            name, self._context, keys, job, fast_path, self._sessions, self._watch
-        )
-        router = self._context.socket(zmq.ROUTER)
+        self._service: ServiceThread | None = None
+        self._own_service: ServiceThread | None = None
+        self._submit: Callable[[Task], None] = _run
+        self._router: zmq.Socket[bytes] | None = None
         try:
-            set_up_unbounded(router)
-            self._endpoints = tuple(self._bind(router, tcp_host, advertised))
-            self._receiver = Receiver(
-                name,
-                self._context,
-                router,
-                partial(self._listen, channel_endpoint(self._endpoints[0])) if fast_path else None,
-                self._plane.find_frames,
-                self._sessions.receive,
-                self._spin_budget,
-            )
-            self._sealed = SealedTransport(
-                name,
-                self.incarnation,
-                self._context,
-                tcp_host,
-                keys is not None,
-                self._zap,
-                self._sessions,
-                self._plane.reassembler,
-                self._plane.notify,
-                self._receiver.inproc,
-                lambda peer: self._connections.to(peer).endpoint,
-                lambda: not self._receiver.reads_here(),
-            )
-            self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._spin_budget)
-            self._listener = HeartbeatListener(self._endpoints[0], tcp_host, advertised)
-            if self._listener.endpoint is not None:
-                self._endpoints += (self._listener.endpoint,)
+            self._open(tcp_host, advertised, fast_path)
         except BaseException:
-            router.close(linger=0)
-            self._context.term()
-            self._remove_directory()
+            self._abandon()
             raise
 
-    def _listen(self, endpoint: str, poll: Registry) -> LocalListener:
-        return LocalListener(endpoint, poll, self.job, self.incarnation)
+    def _abandon(self) -> None:
+        """Closes what a failed constructor has opened."""
+        if self._zap is not None:
+            self._zap.close()
+        if self._router is not None:
+            self._router.close(linger=0)
+        self._context.term()
 
-    def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None, advertised: str | None) -> list[str]:
-        bound = [bind(router, self._ipc_address(router))]
+    def _open(self, tcp_host: str | None, advertised: str | None, fast_path: bool) -> None:
+        endpoint = local.abstract_endpoint("worker")
         if tcp_host is not None:
-            if ":" in tcp_host:
-                router.setsockopt(zmq.IPV6, 1)
-            if self._keys is not None:  # after ipc was bound: it stays unencrypted
-                self._zap = ZapAuthenticator(self._name, self._context, self._keys)
-                secure_server(router, self._keys)
-            port = bind(router, tcp_address(tcp_host, "*")).rpartition(":")[2]
-            bound.append(tcp_address(advertised or tcp_host, port))
-        return bound
+            self._router = self._context.socket(zmq.ROUTER)
+            set_up_unbounded(self._router)
+        self._endpoint = Endpoint(
+            self._name,
+            self._router,
+            partial(self._listen, channel_endpoint(endpoint)) if fast_path else None,
+            self._links,
+            self._plane,
+            self._sessions.receive,
+            self._on_ending,
+            self._ended,
+            self._refuse,
+            self._spin_budget,
+        )
+        self._endpoints: tuple[str, ...] = (endpoint,) if fast_path else ()
+        if tcp_host is not None:
+            self._endpoints += (self._bind(tcp_host, advertised),)
+        self._sealed = SealedTransport(
+            self._name,
+            self.incarnation,
+            self._context,
+            tcp_host,
+            self._keys is not None,
+            self._zap,
+            self._sessions,
+            self._plane.reassembler,
+            self.notify,
+            self._endpoint.inproc,
+            lambda peer: self._links.to(peer).endpoint,
+            self._may_wait,
+        )
+        self._endpoint.end_bulk = self._sealed.end
+        self._channels = ReplyChannels(
+            endpoint,
+            self._listen,
+            self._decode,
+            self._endpoint.on_channel_path_closed,
+            self._endpoint.on_channel_settled,
+            self._spin_budget,
+        )
+        self._endpoint.channels = self._channels
+        self._listener = HeartbeatListener(endpoint if fast_path else None, tcp_host, advertised)
+        if self._listener.endpoint is not None:
+            self._endpoints += (self._listener.endpoint,)
 
-    def _ipc_address(self, router: zmq.Socket[bytes]) -> str:
-        if platform.system() == "Linux":
-            router.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-            return local.abstract_endpoint("worker")
-        self._directory = tempfile.mkdtemp(prefix="zmqgrad-")
-        return f"ipc://{self._directory}/{secrets.token_hex(4)}"
+    def _listen(self, endpoint: str, poll: Registry) -> LocalListener:
+        return LocalListener(
+            endpoint,
+            poll,
+            self.job,
+            self.incarnation,
+            self._call_later,
+            on_opened=lambda connection: self._endpoint.on_path_opened(connection),
+        )
+
+    def _call_later(self, seconds: float, job: Callable[[], None]) -> None:
+        if self._service is not None:
+            self._service.call_later(seconds, job)
+
+    def _bind(self, tcp_host: str, advertised: str | None) -> str:
+        router = self._router
+        assert router is not None
+        router.setsockopt(zmq.IPV6, ":" in tcp_host)
+        if self._keys is not None:
+            self._zap = ZapAuthenticator(self._context, self._keys)
+            secure_server(router, self._keys)
+        self._endpoint.monitor_router(SocketMonitor(router, DISCONNECTED))
+        port = bind(router, tcp_address(tcp_host, "*")).rpartition(":")[2]
+        return tcp_address(advertised or tcp_host, port)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -230,58 +261,82 @@ class ZmqMailbox(Mailbox):
         handler: Handler,
         resolve: Resolver,
         pool: ThreadPool | None = None,
-        lost: OnLost | None = None,
-        timer: Timer | None = None,
+        on_end: OnEnd | None = None,
+        service: ServiceThread | None = None,
         suspected: OnSuspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
-        if lost is not None:
-            self._lost = lost
+        if service is None:
+            service = self._own_service = ServiceThread(self._name)
+            service.start()
+        self._service = service
+        if pool is not None:
+            self._submit = pool.submit
+        if self._zap is not None:
+            service.watch(self._zap.fd, READ, lambda _: self._read_zap())
+            service.call_soon(self._read_zap)
+        if on_end is not None:
+            self._on_end = on_end
             self._heartbeats = HeartbeatMonitor(
                 self._name,
                 self._listener,
-                self._lose,
+                service,
+                self._on_lost,
                 suspected or _log_suspected,
                 self._timeouts,
                 on_heartbeat=lambda: self.on_heartbeat,
             )
-        if timer is None:
-            timer = self._own_timer = TimerThread(self._name)
-            self._own_timer.start()
-        self._timer = timer
-        self._plane.start(timer)
-        self._sessions.start(timer, self._receiver)
-        self._connections.resolve = resolve
+        self._plane.start(service)
+        self._links.start(service)
+        self._sessions.start(service, self._endpoint)
+        self._links.resolve = resolve
         self._handler = handler
-        self._receiver.start(self._received, pool, on_idle)
+        self._endpoint.start(self._received, pool, on_idle)
 
-    def _lose(self, peer: int, where: str) -> None:
-        # The monitor may notice the end of a process before its last replies, which have arrived, are read.
-        self._timer.call_later(LAST_REPLIES_SECONDS, lambda: self._lose_now(peer, where))
+    def _read_zap(self) -> None:
+        assert self._zap is not None
+        self._zap.read()
 
-    def _lose_now(self, peer: int, where: str) -> None:
-        self._plane.shared_memory.forget(peer)
-        self._lost(peer, where)
+    def _may_wait(self) -> bool:
+        """Whether the calling thread may wait for messages of a peer."""
+        return not (self._endpoint.reads_here() or (self._service and self._service.is_current()))
+
+    # ---- receiving --------------------------------------------------------------------------------------
 
     def _received(self, inbound: Inbound) -> Task | None:
-        if self.tap is not None and inbound.envelope.type not in UNTAPPED_TYPES:
+        kind = inbound.envelope.type
+        if self.tap is not None and kind not in UNTAPPED_TYPES:
             self._call_tap(inbound)
-        if inbound.envelope.type in DATA_PLANE_TYPES:
+        self._note_credit(inbound.envelope)
+        if kind in DATA_PLANE_TYPES:
             self._plane.on_message(inbound)
             return None
-        if inbound.envelope.type in SEALED_TYPES:
+        if kind in SEALED_TYPES:
             self._sealed.on_message(inbound)
+            return None
+        if kind == MessageType.GOODBYE:
+            assert isinstance(inbound.message, Goodbye)
+            reason = inbound.message.reason or PROCESS_ENDED
+            self._endpoint.on_goodbye(inbound.envelope.source, reason)
             return None
         task = self._plane.deliver(inbound, self._handler) if inbound.socket_bytes else self._handler(inbound)
         if task is not None:
             self._spin_budget.yield_cpu()
         return task
 
-    def _decode(self, first: bytes) -> Inbound | None:
+    def _note_credit(self, envelope: Envelope) -> None:
+        if envelope.requests or envelope.replies:
+            self._plane.send_window.on_consumed(envelope.source, envelope.requests, envelope.replies)
+
+    def _decode(self, first: bytes, connection: LocalConnection) -> Inbound | None:
         """Decodes a packet of a reply channel."""
-        inbound = self._receiver.decode(first, ())
-        if self.tap is not None and inbound is not None:
-            self._call_tap(inbound)
+        inbound = self._endpoint.decode(first, (), connection)
+        if inbound is not None:
+            self._note_credit(inbound.envelope)
+            if inbound.socket_bytes:
+                self._plane.count_consumed(inbound)
+            if self.tap is not None:
+                self._call_tap(inbound)
         return inbound
 
     def _call_tap(self, inbound: Inbound) -> None:
@@ -292,10 +347,9 @@ class ZmqMailbox(Mailbox):
 
     def acquire_channel(self, peer: int) -> ReplyChannel | None:
         """As ``Mailbox``. Only peers of this host can reach a reply channel."""
-        return self._channels.acquire() if peer in self._connections.same_host else None
+        return self._channels.acquire() if peer in self._links.same_host else None
 
-    def acquire_idle_channels(self) -> Sequence[ReplyChannel]:
-        return self._channels.acquire_idle()
+    # ---- sending ----------------------------------------------------------------------------------------
 
     def send(
         self,
@@ -307,51 +361,211 @@ class ZmqMailbox(Mailbox):
         timeout: float = 0.0,
     ) -> None:
         """As ``Mailbox``. Frames of ``ZERO_COPY_BYTES`` and more must not be modified afterwards."""
-        pool = self._connections
-        connection = pool.known(peer) or pool.to(peer)
-        prepared, sealed, encrypts = NO_FRAMES, None, False
-        if frames or self._plane.has_releases(peer):
-            if not connection.is_open:
-                pool.open(peer, connection)  # only then is it known whether the peer is on this host
-            same_host = connection.endpoint.startswith("ipc:")
-            sealed = None if same_host else self._sealed.to(peer, frames)
-            encrypts = sealed is not None and sealed.cipher.encrypts
-            if not (same_host or encrypts or message.TYPE in STABLE_TENSOR_TYPES):
-                frames = self._plane.copies(frames)
-            prepared = self._plane.prepare(peer, same_host, message, frames, timeout)
-        going, parts = prepared, NO_PARTS
-        try:
-            if prepared.frames:
-                going, chunks = split(prepared)
-                parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
-            first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
-            began = 0 if self.tap is None else monotonic_ns()
-            small = not prepared.frames and len(first) <= local.MAX_PACKET_BYTES
-            to_channel = small and channel and message.is_awaited_by(peer)
-            if sealed and prepared.frames:
-                with connection.lock:
-                    connection.count(first, going.frames, parts)
-                self._sealed.send(sealed, parts, first, going.frames)
-            elif not (to_channel and pool.send_to_channel(peer, channel, first)):
-                pool.send(peer, connection, first, going.frames, small, parts, bool(channel))
-        except BaseException:
-            self._plane.rollback(peer, message, prepared)
-            raise
+        links = self._links
+        link = links.known(peer) or links.to(peer)
+        if link.local is None and link.session is None:
+            links.open(link)
+        began = 0 if self.tap is None else monotonic_ns()
+        connection = link.local
+        if connection is not None:
+            size, path = self._send_local(link, connection, message, message_id, frames, channel, timeout)
+        else:
+            size, path = self._send_tcp(link, message, message_id, frames, channel, timeout)
+        if link.ended:  # what this message has reserved since is not to be kept for ever
+            self._endpoint.post(partial(self._plane.forget, peer))
         if self.tap is not None and message.TYPE not in SEALED_TYPES:
             envelope = (message.TYPE, self.worker_id, self.incarnation, message_id, channel, 0, 0, 0)
-            size = len(first) + sum(map(len, frames)) if frames else len(first)
-            path = INLINE if not frames else FRAMES if prepared.frames else SHARED_MEMORY
             self.tap(True, peer, envelope, message, size, began or monotonic_ns(), path)
 
-    def _send_behind(self, peer: int, message: Message) -> None:
-        """Queues a message without frames behind all that were sent to ``peer`` before.
+    def _send_local(
+        self,
+        link: Link,
+        connection: LocalConnection,
+        message: Message,
+        message_id: int,
+        frames: Sequence[Frame],
+        channel: int,
+        timeout: float,
+    ) -> tuple[int, int]:
+        """Sends by a local connection. Returns the size of the message, and the path of its frames."""
+        peer, links = link.peer, self._links
+        source = self.worker_id, self.incarnation
+        if not frames and not self._plane.has_releases(peer):
+            first = encode(message, *source, message_id, channel, None, self._consumed(peer))
+            size = len(first)
+            if size < MIN_COUNTED_BYTES:
+                if channel and message.is_awaited_by(peer):
+                    connection = links.channel(link, channel) or connection
+                links.send_packet(link, connection, first, bool(channel))
+                return size, INLINE
+            self._reserve(peer, message, size, timeout)
+            prepared, chunks = NO_FRAMES, list[Part]()
+        else:
+            prepared, chunks, first, size = self._prepare(
+                link, 0, message, message_id, frames, channel, timeout
+            )
+        sending = False
+        try:
+            small = not chunks and len(first) <= local.MAX_PACKET_BYTES
+            if channel and small and message.is_awaited_by(peer):
+                connection = links.channel(link, channel) or connection
+            sending = True
+            if small and not prepared.manifest:
+                links.send_packet(link, connection, first, bool(channel))
+                return len(first), INLINE
+            packets = self._packets(chunks, first)
+            links.send_local(link, connection, packets, self._plane.shared_memory.offers(peer, prepared))
+            if len(packets) > 1:
+                in_chunks = len(first) if len(first) > local.MAX_PACKET_BYTES else 0
+                links.count_chunks(link, in_chunks + sum(map(len, prepared.frames)))
+        except BaseException as e:
+            # An interrupt is raised when a system call has returned, which may have sent the message.
+            self._undo(peer, message, prepared, size, perhaps_sent=sending and not isinstance(e, Exception))
+            raise
+        path = FRAMES if prepared.frames else SHARED_MEMORY if frames else INLINE
+        return len(first) + sum(map(len, frames)), path
 
-        It cannot overtake a sealed message, so it is dropped while one is on its way. It is sent repeatedly.
+    def _packets(self, chunks: list[Part], first: bytearray) -> list[bytearray]:
+        """Returns the packets of a message: its chunks, as far as a packet is too small, and the last."""
+        source = self.worker_id, self.incarnation
+        if len(first) > local.MAX_PACKET_BYTES:
+            large, more = split_first(first, MAX_INLINE_CHUNK_BYTES)
+            chunks, first = chunks + more, encode(large, *source, 0)
+        return [*(encode(inline(chunk), *source, 0) for chunk in chunks), first]
+
+    def _send_tcp(
+        self,
+        link: Link,
+        message: Message,
+        message_id: int,
+        frames: Sequence[Frame],
+        channel: int,
+        timeout: float,
+    ) -> tuple[int, int]:
+        """Sends by the session of ``link``, or its channel for bulk. Returns as :meth:`_send_local`."""
+        source = self.worker_id, self.incarnation
+        sealed = self._sealed.to(link.peer, frames) if frames else None
+        encrypts = sealed is not None and sealed.cipher.encrypts
+        if not (encrypts or message.TYPE in STABLE_TENSOR_TYPES):
+            frames = self._plane.copies(frames)
+        prepared, chunks, first, size = self._prepare(
+            link, CHUNK_BYTES, message, message_id, frames, channel, timeout
+        )
+        try:
+            if len(first) > CHUNK_BYTES:
+                large, more = split_first(first, CHUNK_BYTES)
+                chunks, first = chunks + more, encode(large, *source, 0)
+            parts = [(encode(chunk, *source, 0), data) for chunk, data in chunks]
+            rest = [frame for frame in prepared.frames if len(frame) <= CHUNK_BYTES]
+            if sealed and prepared.frames:
+                with link.lock:
+                    link.count(first, sum(map(len, prepared.frames)))
+                self._sealed.send(sealed, parts, first, rest)
+            else:
+                self._links.send_session(link, first, rest, parts)
+        except BaseException:
+            self._undo(link.peer, message, prepared, size)
+            raise
+        return len(first) + sum(map(len, frames)), FRAMES if frames else INLINE
+
+    def _prepare(
+        self,
+        link: Link,
+        size_limit: int,
+        message: Message,
+        message_id: int,
+        frames: Sequence[Frame],
+        channel: int,
+        timeout: float,
+    ) -> tuple[PreparedFrames, list[Part], bytearray, int]:
+        """Prepares and encodes a message, and reserves credit for what goes through a socket.
+
+        Args:
+            size_limit: of the frames that are not split; 0: of a local connection, which has no frames.
+
+        Returns:
+            The prepared frames, the chunks of them, the first frame, and the reserved bytes.
         """
-        if self._sealed.unacknowledged(peer):
+        peer, source = link.peer, (self.worker_id, self.incarnation)
+        reserved = -1
+        while True:
+            prepared = NO_FRAMES
+            try:
+                prepared = self._plane.prepare(peer, not size_limit, frames)
+                going, chunks = split(prepared, size_limit)
+                first = encode(message, *source, message_id, channel, going.manifest, self._consumed(peer))
+                size = len(first) + sum(map(len, prepared.frames))
+                if size < MIN_COUNTED_BYTES:
+                    size = 0
+                if reserved >= 0 or not size or self._try_reserve(peer, message, size):
+                    break
+            except BaseException:
+                self._undo(peer, message, prepared, max(0, reserved))
+                raise
+            self._plane.rollback(peer, prepared)  # the releases in this message must not wait
+            self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
+            reserved = size
+        if reserved >= 0 and reserved != size:
+            self._plane.send_window.cancel(peer, _is_reply(message), reserved - size)
+        return prepared, chunks, first, size
+
+    def _try_reserve(self, peer: int, message: Message, size: int) -> bool:
+        window = self._plane.send_window
+        return window.try_reserve(peer, _is_reply(message), size, wait=self._may_wait())
+
+    def _reserve(self, peer: int, message: Message, size: int, timeout: float) -> None:
+        if not self._try_reserve(peer, message, size):
+            self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
+
+    def _undo(
+        self,
+        peer: int,
+        message: Message,
+        prepared: PreparedFrames,
+        size: int,
+        perhaps_sent: bool = False,
+    ) -> None:
+        """Undoes the preparation of a message that was not sent, or perhaps only not to its end."""
+        self._plane.rollback(peer, prepared, perhaps_sent=perhaps_sent)
+        if size:
+            self._plane.send_window.cancel(peer, _is_reply(message), size)
+
+    def notify(self, peer: int, message: Message, message_id: int = 0) -> None:
+        """Sends a control message, if the peer can be reached."""
+        try:
+            self.send(peer, message, message_id)
+        except ZmqgradError as e:
+            logger.debug("%s cannot send worker %d %s: %s", self._name, peer, message, e)
+
+    def _acknowledge(self, peer: int) -> None:
+        """Sends an acknowledgement of the session. In the service thread."""
+        link = self._links.to(peer)
+        if link.session is None:
+            self._submit(partial(self._open_and_acknowledge, link))  # it may have to look up the address
             return
-        first = encode(message, self.worker_id, self.incarnation, 0)
-        self._connections.send(peer, self._connections.to(peer), first, (), False, (), False)
+        with link.lock:
+            if link.session is not None:
+                link.session.send_ack()
+
+    def _open_and_acknowledge(self, link: Link) -> None:
+        try:
+            self._links.open(link)
+        except ZmqgradError as e:  # a duplicate schedules the next attempt
+            logger.debug("%s cannot acknowledge what worker %d sent: %s", self._name, link.peer, e)
+            return
+        with link.lock:
+            if link.session is not None:
+                link.session.send_ack()
+
+    def flush(self, deadline: Deadline) -> bool:
+        """As ``Mailbox``."""
+        return _wait_until(self._is_flushed, deadline)
+
+    def _is_flushed(self) -> bool:
+        peers = [link.peer for link in self._links.all() if not link.ended]
+        return self._links.flushed() and not any(self._sealed.unacknowledged(peer) for peer in peers)
+
+    # ---- the ends of links ------------------------------------------------------------------------------
 
     def _watch(self, peer: int, endpoint: str, known: Sequence[str]) -> None:
         heartbeat = heartbeat_endpoint(endpoint, known)
@@ -359,78 +573,151 @@ class ZmqMailbox(Mailbox):
             self._heartbeats.watch(peer, heartbeat)
 
     def monitor(self, peer: int) -> None:
-        known = self._connections.resolve(peer).endpoints
-        try:
-            self._watch(peer, best_endpoint(known), known)
-        except UnknownPeerError as e:
-            if self._heartbeats is not None:
-                self._lose(peer, str(e))
+        known = self._links.resolve(peer).endpoints
+        same_host = peer in self._links.same_host
+        for endpoint in known:
+            if endpoint.startswith("ipc:") and (same_host or local.is_listening(channel_endpoint(endpoint))):
+                self._watch(peer, endpoint, known)
+                return
+        tcp = next((e for e in known if e.startswith("tcp:")), "")
+        if tcp:
+            self._watch(peer, tcp, known)
+        elif self._heartbeats is not None:
+            self._endpoint.end(peer, f"none of its addresses {list(known)} can be reached from this host")
 
     def unmonitor(self, peer: int) -> None:
-        connection = self._connections.to(peer)
-        with connection.lock:  # opening a connection begins to monitor the peer, under the same lock
-            if not connection.is_open and self._heartbeats is not None:
+        link = self._links.to(peer)
+        with link.lock:  # opening a link begins to monitor the peer, under the same lock
+            if not link.is_open and self._heartbeats is not None:
                 self._heartbeats.forget(peer)
 
-    def forget(self, peer: int) -> None:
-        """As ``Mailbox``. What was queued for ``peer`` is lost."""
+    def end(self, peer: int, reason: str) -> None:
+        self._endpoint.end(peer, reason)
+
+    def _on_lost(self, peer: int, reason: str, ended: bool) -> None:
+        self._endpoint.end(peer, reason, disconnects=ended, tell=not ended)
+
+    def _on_broken(self, peer: int) -> None:
+        self._endpoint.end(peer, PROCESS_ENDED, disconnects=True, tell=False)
+
+    def _on_ending(self, link: Link) -> None:
+        self._say_goodbye(link, self._verdict(link))
+
+    def _ended(self, end: PeerEnd) -> None:
+        """Closes what belongs to a link. In the reading thread, behind all of its messages."""
+        peer = end.peer
         if self._heartbeats is not None:
             self._heartbeats.forget(peer)
-        self._connections.forget(peer)
+        self._links.shut(self._links.to(peer), GOODBYE_LINGER_MS)
         self._sealed.forget(peer)
+        self._on_end(end)
         self._plane.forget(peer)
 
-    def close(self, linger: int = 0) -> None:
-        """Stops sending and receiving; unsent messages may take ``linger`` ms to leave. Idempotent."""
-        if not self._connections.close():
+    def _verdict(self, link: Link) -> str:
+        """What a peer is told that this worker has declared lost."""
+        return f"{self._name} has declared worker {link.peer} lost: {link.end_reason}; it must join again"
+
+    def _say_goodbye(self, link: Link, reason: str) -> None:
+        """Sends the last message of a link, unless the peer has certainly ended."""
+        first = encode(Goodbye(reason[:1000]), self.worker_id, self.incarnation, 0)
+        try:
+            if link.local is not None:
+                link.local.send(first)
+            elif link.session is not None:
+                with link.lock:
+                    link.session.send_last(first)
+        except (OSError, zmq.ZMQError) as e:
+            logger.debug("%s: worker %d does not get the last message: %s", self._name, link.peer, e)
+
+    def _refuse(self, link: Link) -> None:
+        """Tells a peer whose link has ended that it is lost. In the reading thread."""
+        if link.peer in self._refused:
+            return
+        self._refused.add(link.peer)
+        logger.debug("%s refuses worker %d: %s", self._name, link.peer, link.ended)
+        self._submit(partial(self._tell_lost, link))  # it may have to look up the address
+
+    def _tell_lost(self, link: Link) -> None:
+        first = encode(Goodbye(self._verdict(link)[:1000]), self.worker_id, self.incarnation, 0)
+        try:
+            if not link.endpoint:
+                known = self._links.resolve(link.peer)
+                link.incarnation = known.incarnation
+                link.endpoint = self._links.best_endpoint(known)
+            if link.endpoint.startswith("ipc:"):
+                self._links.send_once(link, first)
+            else:
+                self._send_once(link, first)
+        except (ZmqgradError, OSError, zmq.ZMQError) as e:
+            logger.debug("%s: worker %d is not told that it is lost: %s", self._name, link.peer, e)
+
+    def _send_once(self, link: Link, first: bytearray) -> None:
+        with self._context.socket(zmq.DEALER) as socket:
+            set_up(socket)
+            socket.linger = GOODBYE_LINGER_MS
+            socket.ipv6 = "[" in link.endpoint
+            if self._keys is not None:
+                secure_client(socket, self._keys)
+            socket.connect(link.endpoint)
+            socket.send(first, zmq.NOBLOCK)
+
+    # ---- closing ----------------------------------------------------------------------------------------
+
+    def close(self, goodbye: str = "") -> None:
+        """As ``Mailbox``."""
+        if not self._links.close():
             return
         self._sessions.close()
         self._plane.send_window.close()
-        self._connections.shut(linger)
-        self._sealed.close(linger)
+        if goodbye:
+            for link in self._links.all():
+                if link.peer != self.worker_id and not link.ended:
+                    self._say_goodbye(link, goodbye)
+            if self._may_wait():
+                _wait_until(self._links.have_left, Deadline.after(GOODBYE_LINGER_MS / 1000))
+        for link in self._links.all():
+            self._links.shut(link, GOODBYE_LINGER_MS if goodbye else 0)
+        self._sealed.close(GOODBYE_LINGER_MS if goodbye else 0)
         self._channels.close()
         if self._heartbeats is not None:
             self._heartbeats.close()
         else:
             self._listener.close()
-        self._receiver.close()
+        self._endpoint.close()
         self._plane.close()
-        if self._own_timer is not None:
-            self._own_timer.close()
 
     def join(self, deadline: Deadline) -> list[str]:
-        left = self._receiver.join(deadline)
-        if self._heartbeats is not None:
-            left += self._heartbeats.join(deadline)
-        left += self._plane.shared_memory.join(deadline) + self._connections.join(deadline)
+        left = self._endpoint.join(deadline)
+        if self._heartbeats is not None and not self._heartbeats.join(deadline):
+            left.append(f"{self._name}-liveness")
+        left += self._plane.shared_memory.join(deadline)
         if left:
             return left
-        if self._own_timer is not None and (left := self._own_timer.join(deadline)):
-            return left
+        if self._own_service is not None:
+            self._own_service.close()
+            if left := self._own_service.join(deadline):
+                return left
         if not self._channels.join(deadline.timeout()):
             return [f"{self._name}-channels"]
-        self._connections.shut(0)  # a send that raced with close may have connected
+        for link in self._links.all():
+            self._links.shut(link)  # a send that raced with close may have connected
+        if self._zap is not None:
+            if self._service is not None:
+                self._service.unwatch(self._zap.fd)
+            self._zap.close()
         # term() has no timeout, and would wait for a socket that was left open.
         ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
         ending.start()
         ending.join(deadline.timeout())
-        if ending.is_alive():
-            return [ending.name]
-        self._remove_directory()
-        return []
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        return [ending.name] if ending.is_alive() else []
 
     def statistics(self) -> dict[str, Any]:
         """Returns messages and bytes in and out, by path, and the state of arena, credit and sessions.
 
         Paths: ``inline`` (in the header frame), ``frames`` (through a socket), ``arena`` (shared memory).
         """
-        messages, header_bytes, frame_bytes = self._connections.counts()
-        shared_memory, receiver = self._plane.shared_memory, self._receiver
+        messages, header_bytes, frame_bytes = self._links.counts()
+        shared_memory, receiver = self._plane.shared_memory, self._endpoint
         sent = {
             "inline": header_bytes,
             "frames": frame_bytes,
@@ -449,19 +736,41 @@ class ZmqMailbox(Mailbox):
             "bytes_received": sum(received.values()),
             "received_by_path": received,
             "malformed": receiver.malformed,
-            "peers": self._connections.peers_connected(),
+            "peers": self._links.peers_connected(),
             "sessions": self._sessions.statistics(),
             "sealed": self._sealed.statistics(),
             **self._plane.statistics(),
         }
 
     def __repr__(self) -> str:
-        state = "closed" if self._connections.closed else f"{len(self._connections)} peers"
+        state = "closed" if self._links.closed else f"{len(self._links)} peers"
         return f"<ZmqMailbox {self._name} id={self.worker_id} at {self._endpoints[0]}: {state}>"
+
+
+def _wait_until(condition: Callable[[], bool], deadline: Deadline) -> bool:
+    """Waits for a condition that no event reports. Returns whether it was met in time."""
+    pause, backoff = threading.Event(), Backoff(*FLUSH_SECONDS)
+    while not condition():
+        if deadline.passed():
+            return False
+        pause.wait(backoff.pause(deadline.left()))
+    return True
 
 
 def _log_suspected(peer: int, silent: float) -> None:
     logger.debug("worker %d has been silent for %.1f s", peer, silent)
+
+
+def _is_reply(message: Message) -> bool:
+    return bool(message.TYPE & RESPONSE)
+
+
+def _run(task: Task) -> None:
+    task()
+
+
+def _ignore_end(end: PeerEnd) -> None:
+    """The default of ``on_end``."""
 
 
 def _drop(inbound: Inbound) -> None:

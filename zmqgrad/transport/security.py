@@ -15,7 +15,6 @@ import hmac
 import logging
 import os
 import stat
-import threading
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from zmq.utils import z85
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.transport.sockets import get_int
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +150,9 @@ def password_client(socket: zmq.Socket[bytes], password: bytes) -> None:
 
 
 class ZapAuthenticator:
-    """Authenticates the peers of all sockets of ``context``, in a thread ``<name>-zap`` that ends with it."""
+    """Authenticates the peers of all sockets of ``context``, in the thread of ``service``."""
 
-    def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self._client_key = keys.client.public
         self.passwords: set[bytes] = set()
         """Admitted at sockets of :func:`password_server`."""
@@ -163,27 +163,31 @@ class ZapAuthenticator:
         except BaseException:
             self._socket.close()
             raise
-        self._thread = threading.Thread(target=self._run, name=f"{name}-zap", daemon=True)
-        self._thread.start()
+        self.fd = get_int(self._socket, zmq.FD)
+        """Readable when there may be requests: then call :meth:`read`."""
 
-    def _run(self) -> None:
+    def read(self) -> None:
+        """Replies to all requests. Must be called once before ``fd`` is polled."""
         try:
-            while True:
+            while not self._socket.closed:
                 # RFC 27: version, request, domain, address, identity, mechanism, credentials
-                version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
+                request = self._socket.recv_multipart(zmq.NOBLOCK)
+                version, number, _, address, _, mechanism, *credentials = request
                 accepted = self._accepts(mechanism, credentials)
                 if not accepted:
                     logger.warning(
                         "refused %s, which has not the job's key", address.decode(errors="replace")
                     )
                 code, text = (b"200", b"OK") if accepted else (b"400", b"another secret")
-                self._socket.send_multipart([version, request, code, text, b"", b""])
-        except zmq.ContextTerminated:
-            pass  # the owner of the context has closed it
-        finally:
-            self._socket.close(linger=0)
+                self._socket.send_multipart([version, number, code, text, b"", b""])
+        except (zmq.Again, zmq.ContextTerminated):
+            pass
 
     def _accepts(self, mechanism: bytes, credentials: list[bytes]) -> bool:
         if mechanism == b"PLAIN":
             return any(hmac.compare_digest(credentials[-1], password) for password in self.passwords.copy())
         return mechanism == b"CURVE" and credentials == [self._client_key]
+
+    def close(self) -> None:
+        """Closes the socket. Called in the thread that reads, or after it has ended. Idempotent."""
+        self._socket.close(linger=0)

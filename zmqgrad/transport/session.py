@@ -8,9 +8,6 @@ that it expects. It drops duplicates, and messages after a gap, since the missin
 Messages are resent in bursts, each when the last is acknowledged: otherwise a connection that breaks
 repeatedly would carry the same messages every time.
 
-A sender that abandons a session (its peer was lost, or has left) and later sends to the same incarnation
-begins a new *epoch*: the upper bits of its sequence numbers. The receiver restarts its count then.
-
 The credit of :mod:`~zmqgrad.transport.flow_control` bounds what is kept, except for small messages.
 
 As in RFC 6298, timeouts double. Unlike there, round trips are not measured: the receiver may delay an
@@ -26,12 +23,6 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 M = TypeVar("M")
-
-EPOCH_BITS = 40
-"""The lower bits of a sequence number count messages, those above count epochs."""
-
-_FIRST = 1
-_COUNTER = (1 << EPOCH_BITS) - 1
 
 RESEND_SECONDS = 3.0
 """Initial timeout for an acknowledgement; then all is resent on another connection."""
@@ -60,8 +51,8 @@ class Outgoing(Generic[M]):
     What is read for every message is an attribute: a method call would take as long as the rest.
     """
 
-    def __init__(self, epoch: int = 0) -> None:
-        self.acknowledged = epoch << EPOCH_BITS
+    def __init__(self) -> None:
+        self.acknowledged = 0
         """All numbers up to this were acknowledged."""
         self.due = math.inf
         """When to call :meth:`is_overdue`; infinite if nothing is unacknowledged."""
@@ -69,7 +60,7 @@ class Outgoing(Generic[M]):
         """Bytes of all kept messages."""
         self.behind = False
         """Whether kept messages must still be sent on this connection, as :meth:`to_send` returns them."""
-        self._next = self.acknowledged + _FIRST
+        self._next = 1
         self._kept: deque[tuple[int, int, M]] = deque()
         self._in_flight = 0  # how many of the first were sent on this connection
         self._timeout = RESEND_SECONDS
@@ -168,9 +159,7 @@ class Incoming:
     def receive(self, sequence: int, size: int, now: float) -> Verdict:
         """Registers a received message of ``size`` bytes."""
         delivered = self.delivered
-        if sequence != delivered + 1 and not (
-            sequence & _COUNTER == _FIRST and sequence >> EPOCH_BITS > delivered >> EPOCH_BITS
-        ):
+        if sequence != delivered + 1:
             if sequence > delivered:
                 self.gaps += 1
                 return Verdict.GAP

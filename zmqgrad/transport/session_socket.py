@@ -51,7 +51,6 @@ class SessionSocket:
         name: of the worker, for the log.
         endpoint: of the peer.
         target: incarnation of the peer; 0: any.
-        epoch: see :mod:`~zmqgrad.transport.session`.
         make_socket: returns a DEALER that is ready to connect.
         ack: an encoded message that carries only an acknowledgement.
     """
@@ -61,14 +60,13 @@ class SessionSocket:
         name: str,
         endpoint: str,
         target: int,
-        epoch: int,
         lock: threading.Lock,
         make_socket: Callable[[], zmq.Socket[bytes]],
         hooks: Hooks,
         ack: bytes,
         now: float,
     ) -> None:
-        self.outgoing: Outgoing[tuple[bytearray, Sequence[Buffer]]] = Outgoing(epoch)
+        self.outgoing: Outgoing[tuple[bytearray, Sequence[Buffer]]] = Outgoing()
         self.target = target
         self.lock = lock
         self.incoming: Incoming | None = None
@@ -93,14 +91,18 @@ class SessionSocket:
     def _open(self, now: float) -> None:
         self._opened_at = now
         self._reopen_at = math.inf
-        socket = self._make_socket()
+        socket, watched = self._make_socket(), False
         try:
             socket.reconnect_ivl = NEVER
             socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED | CONNECT_FAILED)
             self._hooks.watch(self._monitor.fd, self)
+            watched = True
             socket.connect(self._endpoint)
         except BaseException:
+            if watched:
+                self._hooks.unwatch(self._monitor.fd)
+                self._monitor.close()
             socket.close(linger=0)
             raise
         self._socket = socket
@@ -156,6 +158,11 @@ class SessionSocket:
                 self._transmit(0, bytearray(self._ack), ())
             except zmq.Again:
                 self._ready, self._ack_wanted = False, True
+
+    def send_last(self, first: bytearray) -> None:
+        """Sends a message outside of the session, if there is a connection. Nothing is sent after it."""
+        if self._ready and self._socket is not None:
+            send_all(self._socket, first, ())
 
     def on_events(self, now: float) -> None:
         """Handles the events of the monitor. Harmless if there are none."""
@@ -224,6 +231,10 @@ class SessionSocket:
             self._hooks.unwatch(self._monitor.fd)
             self._monitor.close()
             socket.close(linger=linger)
+
+    def is_flushed(self) -> bool:
+        """Returns whether all messages were acknowledged."""
+        return max(self.peer_acknowledged, self.outgoing.acknowledged) + 1 >= self.outgoing.next_sequence
 
     def close(self, linger: int) -> None:
         """Stops sending; what libzmq has queued may take ``linger`` ms to leave. Idempotent."""

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
-from zmqgrad.transport.base import Timer
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.session import Incoming, Verdict
 from zmqgrad.transport.session_socket import Hooks, SessionSocket
 from zmqgrad.wire.frames import Envelope
+
+if TYPE_CHECKING:
+    from zmqgrad.transport.links import Link
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ MIN_SECONDS = 0.001
 
 
 class Watcher(Protocol):
-    """Polls file descriptors (:class:`~zmqgrad.transport.receiver.Receiver`)."""
+    """Polls file descriptors (:class:`~zmqgrad.transport.endpoint.Endpoint`)."""
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
         """Calls ``readable`` whenever the descriptor is readable. From any thread."""
@@ -71,7 +73,7 @@ class Sessions:
         name: of the worker.
         incarnation: of the worker; messages for another one are not delivered.
         ack: an encoded message that carries only an acknowledgement.
-        acknowledge: sends an acknowledgement to a peer through its :class:`SessionSocket`.
+        acknowledge: sends an acknowledgement to a peer through its :class:`SessionSocket`; must not block.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Sessions:
         self._ack = ack
         self._acknowledge = acknowledge
         self._clock = clock
-        self._timer: Timer | None = None
+        self._timer: ServiceThread | None = None
         self._watcher: Watcher | None = None
         self._peers: dict[int, _Peer] = {}  # by number, each in its latest incarnation
         self._incoming: dict[tuple[int, int], Incoming] = {}  # by peer and incarnation
@@ -99,30 +101,17 @@ class Sessions:
         """When the timer fires. For an earlier event, :meth:`arm` must be called."""
         self._closed = False
 
-    def start(self, timer: Timer, watcher: Watcher) -> None:
+    def start(self, timer: ServiceThread, watcher: Watcher) -> None:
         """Sets the timer and the watcher. Must be called before the first session opens."""
         self._timer, self._watcher = timer, watcher
 
     def open(
-        self,
-        peer: int,
-        endpoint: str,
-        target: int,
-        epoch: int,
-        lock: threading.Lock,
-        make_socket: Callable[[], zmq.Socket[bytes]],
+        self, link: Link, endpoint: str, target: int, make_socket: Callable[[], zmq.Socket[bytes]]
     ) -> SessionSocket:
-        """Opens a session to ``target``, an incarnation of ``peer``. The caller holds ``lock``."""
+        """Opens a session to ``target``, an incarnation of a peer. The caller holds the lock of ``link``."""
+        peer = link.peer
         session = SessionSocket(
-            self._name,
-            endpoint,
-            target,
-            epoch,
-            lock,
-            make_socket,
-            self.hooks,
-            self._ack,
-            self._clock.now(),
+            self._name, endpoint, target, link.lock, make_socket, self.hooks, self._ack, self._clock.now()
         )
         self._outgoing[peer] = session
         known = self._peers.get(peer)
@@ -133,12 +122,12 @@ class Sessions:
     def drop(self, peer: int) -> None:
         """Forgets the session to ``peer``; it gets no acknowledgements any more."""
         self._outgoing.pop(peer, None)
-        known = self._peers.get(peer)
+        known = self._peers.pop(peer, None)
         if known is not None:
             known.session = None
-        for (source, _), incoming in list(self._incoming.items()):
+        for source, incarnation in list(self._incoming):
             if source == peer:
-                incoming.acknowledgement()
+                del self._incoming[source, incarnation]
 
     def add_channel(self, channel: SessionSocket) -> None:
         """Handles the timeouts of ``channel`` from now on (:mod:`zmqgrad.transport.sealed`)."""

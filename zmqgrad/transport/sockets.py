@@ -25,6 +25,7 @@ CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 CONNECT_FAILED = int(zmq.EVENT_CLOSED)
 """The connection was refused, or not accepted in time."""
+LISTENING = int(zmq.EVENT_LISTENING)
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 ACCEPT_FAILED = int(zmq.EVENT_ACCEPT_FAILED)
 HANDSHAKE_CUT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
@@ -65,6 +66,15 @@ def get_int(socket: zmq.Socket[bytes], option: int) -> int:
     value = socket.getsockopt(option)
     assert isinstance(value, int)
     return value
+
+
+def connection_fd(frame: zmq.Frame) -> int:
+    """Returns the descriptor of the connection by which ``frame`` arrived; -1 over inproc."""
+    try:
+        fd = frame.get(zmq.SRCFD)
+    except zmq.ZMQError:
+        return -1
+    return fd if isinstance(fd, int) else -1
 
 
 def send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:

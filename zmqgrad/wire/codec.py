@@ -49,8 +49,11 @@ def encode(
     message_id: int,
     channel: int = 0,
     manifest: Manifest | None = None,
+    consumed: tuple[int, int] = (0, 0),
 ) -> bytearray:
     """Encode the first frame of ``message``: envelope, ``manifest`` if there is one, and header.
+
+    ``consumed`` are the bytes of the receiver's requests and replies that were consumed here.
 
     Raises:
         ProtocolError: if a field of ``message`` cannot be encoded (an integer of more than 64 bits, a lone
@@ -63,7 +66,9 @@ def encode(
             _write_manifest(frame, manifest)
             kind |= WITH_MANIFEST
         _write_header(message, frame, len(frame))
-        _write_envelope(frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id, 0, 0, 0)
+        _write_envelope(
+            frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id, 0, 0, 0, *consumed
+        )
     except ENCODE_ERRORS as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
     if len(frame) > MAX_HEADER_BYTES:
@@ -90,14 +95,27 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
     if (
         type(frame) is bytes and ENVELOPE_BYTES <= len(frame) <= COPY_LIMIT_BYTES
     ):  # the common case in one step
-        magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target = (
-            _read_envelope(frame)
-        )
+        (
+            magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target, requests,
+            replies,
+        ) = _read_envelope(frame)  # fmt: skip
         decoder = _decoders.get(kind)
         if magic == MAGIC and version == VERSION and decoder is not None:
             try:
                 envelope = _new(
-                    Envelope, (kind, source, incarnation, message_id, channel, sequence, acked, target)
+                    Envelope,
+                    (
+                        kind,
+                        source,
+                        incarnation,
+                        message_id,
+                        channel,
+                        sequence,
+                        acked,
+                        target,
+                        requests,
+                        replies,
+                    ),
                 )
                 return envelope, decoder.decode(frame[ENVELOPE_BYTES:])
             except DECODE_ERRORS:

@@ -2,7 +2,7 @@
 
     offset  size  field
          0     2  magic          b"zg"
-         2     1  version        2
+         2     1  version        3
          3     1  channel        0, or the reply channel where the requester waits (transport/local)
          4     2  type           MessageType; plus 0x8000 if a manifest precedes the header
          6     2  source         worker id of the sender
@@ -11,7 +11,9 @@
         24     8  sequence       number of the message in its session (transport/session.py), 0: no session
         32     8  acknowledged   number of the last message received from the reader, 0: none
         40     8  target         incarnation of the receiver, 0: any
-        48        header         msgpack, see messages
+        48     8  requests       bytes of the receiver's requests that the sender has consumed so far
+        56     8  replies        the same for replies (transport/flow_control.py)
+        64        header         msgpack, see messages
 
 A manifest (of the frames that follow, see messages/delivery.py) begins with its size, in 4 bytes. All numbers
 are big-endian. A reader checks magic, version and size first, so that a foreign client on the port (HTTP, a
@@ -26,8 +28,8 @@ from typing import NamedTuple
 from zmqgrad.errors import ProtocolError
 
 MAGIC = b"zg"
-VERSION = 2
-ENVELOPE_FORMAT = struct.Struct("!2sBBHHQQQQQ")
+VERSION = 3
+ENVELOPE_FORMAT = struct.Struct("!2sBBHHQQQQQQQ")
 ENVELOPE_BYTES = ENVELOPE_FORMAT.size
 WITH_MANIFEST = 0x8000
 """Flag in the type field: a manifest precedes the header."""
@@ -56,6 +58,8 @@ class Envelope(NamedTuple):
     sequence: int = 0
     acknowledged: int = 0
     target: int = 0
+    requests: int = 0
+    replies: int = 0
 
 
 def write_session(frame: bytearray, sequence: int, acknowledged: int, target: int) -> None:
@@ -73,13 +77,12 @@ def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
         raise ProtocolError(
             f"first frame of {len(frame)} bytes (expected {ENVELOPE_BYTES} to {MAX_HEADER_BYTES})"
         )
-    magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target = _unpack_from(
-        frame
-    )
+    magic, version, channel, kind, *rest = _unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError(f"first bytes are {magic!r}, not {MAGIC!r}: the sender does not speak zmqgrad")
     if version != VERSION:
         raise ProtocolError(
             f"protocol version {version}, this side speaks {VERSION}: install the same release"
         )
-    return _new(Envelope, (kind, source, incarnation, message_id, channel, sequence, acked, target))
+    source, incarnation, message_id, *session = rest
+    return _new(Envelope, (kind, source, incarnation, message_id, channel, *session))

@@ -144,6 +144,18 @@ def test_the_cause_is_reported_and_not_the_worker_that_lost_the_store(job: Job) 
         assert "ValueError: the cause" in report
 
 
+@pytest.mark.parametrize("other", ["sys.exit()", "raise PeerLostError('w0 (worker 0) is gone')"])
+def test_a_lost_peer_is_the_cause_once_all_workers_have_ended(job: Job, other: str) -> None:
+    """The nodes do not wait until a dead one would have been noticed: that takes three minutes here."""
+    code = f"from zmqgrad.errors import PeerLostError\nif os.environ['RANK'] == '1': {other}\n"
+    code += "raise PeerLostError('w1 (worker 1) is gone')"
+    slow = "keep_alive_interval=60,last_call_timeout=1"
+    nodes = [job.start(code, "--rdzv-conf", slow, nodes="2") for _ in range(2)]
+    assert [node.wait() for node in nodes] == [1, 1]
+    first = {re.findall(r"worker (\d)(?: of node \d)? failed first", node.text)[-1] for node in nodes}
+    assert len(first) == 1, "both name the same worker"
+
+
 def test_a_node_that_is_interrupted_leaves_at_once(job: Job) -> None:
     nodes = [job.start("") for _ in range(2)]
     for node in nodes:

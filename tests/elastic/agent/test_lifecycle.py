@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.elastic.agent.consequences import STORE_EXTRA_SECONDS, hold_seconds
+from zmqgrad.elastic.agent.consequences import UNKNOWN, lost_peer
 from zmqgrad.elastic.agent.events import (
-    AllSucceeded,
+    Exited,
     Failure,
     Joined,
     Left,
@@ -30,8 +30,8 @@ from zmqgrad.elastic.agent.lifecycle import (
     Leave,
     Lifecycle,
     Phase,
+    ReportExits,
     ReportFailure,
-    ReportSuccess,
     Result,
     Say,
     StartWorkers,
@@ -43,11 +43,12 @@ from zmqgrad.errors import RendezvousConnectionError
 
 SUCCESS = GroupEnded(Outcome(0))
 FAILED = GroupEnded(Outcome(1, WorkerExited(2, 1)), ("the reason",))
-LOST_PEER = GroupEnded(FAILED.outcome, ("Traceback", "zmqgrad.errors.PeerLostError: w0 is gone"))
+LOST_PEER = GroupEnded(FAILED.outcome, ("Traceback", "zmqgrad.errors.PeerLostError: w0 (worker 0) is gone"))
 LOST_STORE = GroupEnded(
     FAILED.outcome,
     ("zmqgrad.errors.RpcTimeoutError: w1: shutdown gave up: the store no longer replies; w0 has ended",),
 )
+HELD: list[Effect] = [Hold(), ReportExits(range(2, 4), succeeded=False)]
 STOPPED = GroupEnded(Outcome(0, ended=(2, 3), stopped=True))
 
 
@@ -78,8 +79,9 @@ def remote(final: bool, round: int = 0) -> RemoteFailure:
 
 def test_rule_1_all_well() -> None:
     lifecycle = running()
-    assert lifecycle.handle(SUCCESS) == [ReportSuccess()]
-    assert lifecycle.handle(AllSucceeded(0)) == [Leave(close=True)]
+    assert [effect for rank in (2, 0, 3) for effect in lifecycle.handle(Exited(0, rank, True))] == []
+    assert lifecycle.handle(SUCCESS) == []
+    assert lifecycle.handle(Exited(0, 1, True)) == [Leave(close=True)]
     assert lifecycle.handle(Left()) == [Result(0, Outcome(0))]
     assert lifecycle.phase is Phase.OVER
 
@@ -168,14 +170,14 @@ def test_rule_6_while_it_joins_and_again_while_it_leaves() -> None:
 
 def test_rule_7_a_failure_that_follows_a_lost_node_costs_no_restart() -> None:
     lifecycle = running(max_restarts=0)
-    assert actions(lifecycle.handle(LOST_PEER)) == [Hold(0.0)]
+    assert actions(lifecycle.handle(LOST_PEER)) == HELD
     assert actions(lifecycle.handle(MembershipChanged(0, "node 0 was lost"))) == [Join(0)]
     assert lifecycle.handle(HoldEnded()) == []
 
 
 def test_rule_7_the_first_failure_of_another_node_is_the_cause() -> None:
     lifecycle = running(max_restarts=0)
-    assert actions(lifecycle.handle(LOST_STORE)) == [Hold(STORE_EXTRA_SECONDS)], "the peer's comes first"
+    assert actions(lifecycle.handle(LOST_STORE)) == HELD
     assert actions(lifecycle.handle(remote(final=True))) == [Leave(close=True)]
     assert lifecycle.handle(Left()) == [Result(7, FAILED.outcome, remote(True).failure)]
 
@@ -188,6 +190,29 @@ def test_rule_7_without_news_the_failure_counts(end: Event) -> None:
     assert said == Say("worker 2 of node 1 failed (exit code 1), restart 1 of 3")
     assert report == ReportFailure(Failure(2, 1, 1, False, LOST_PEER.lines))
     assert join == Join(1)
+
+
+@pytest.mark.parametrize("is_known_before", [True, False])
+@pytest.mark.parametrize("lost", [LOST_PEER, LOST_STORE])
+def test_rule_7_the_failure_counts_if_the_lost_peer_has_succeeded(
+    lost: GroupEnded, is_known_before: bool
+) -> None:
+    lifecycle = running()
+    effects = []
+    for event in (Exited(0, 0, True), lost) if is_known_before else (lost, Exited(0, 0, True)):
+        effects += actions(lifecycle.handle(event))
+    assert effects == [*HELD, ReportFailure(Failure(2, 1, 1, False, lost.lines)), Join(1)]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rule_7_the_failure_counts_if_no_worker_is_left_and_it_is_the_first(is_first: bool) -> None:
+    lifecycle = running()
+    lifecycle.handle(LOST_PEER)
+    ranks = (2, 3, 0, 1) if is_first else (0, 1, 2, 3)
+    effects = [actions(lifecycle.handle(Exited(0, rank, False))) for rank in ranks]
+    assert effects[:3] == [[], [], []]
+    assert effects[3][-1:] == ([Join(1)] if is_first else [])
+    assert (lifecycle.phase is Phase.HOLDING) != is_first
 
 
 def test_rule_7_a_node_that_is_cut_off_ends_the_job_of_no_other() -> None:
@@ -205,19 +230,20 @@ def test_rule_7_needs_other_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "extra"),
+    ("last", "peer"),
     [
         ("ValueError: zmqgrad.errors.PeerLostError", None),
         ("zmqgrad.errors.RemoteError: PeerLostError", None),
-        ("zmqgrad.errors.PeerLostError: w1 (worker 1) is gone", 0.0),
-        ("zmqgrad.errors.StoreTimeoutError: get timed out: no store answered at h:1", STORE_EXTRA_SECONDS),
+        ("zmqgrad.errors.PeerLostError: w1 (worker 12) is gone", 12),
+        ("zmqgrad.errors.PeerLostError", UNKNOWN),
+        ("zmqgrad.errors.StoreTimeoutError: get timed out: no store answered at h:1", 0),
     ],
 )
-def test_what_is_a_consequence(last: str, extra: float | None) -> None:
-    assert hold_seconds(["Traceback (most recent call last):", last, "[0] bye"]) == extra
+def test_what_is_a_consequence(last: str, peer: int | None) -> None:
+    assert lost_peer(["Traceback (most recent call last):", last, "[0] bye"]) == peer
 
 
-@pytest.mark.parametrize("late", [MembershipChanged(0, "a node joined"), remote(True), AllSucceeded(0)])
+@pytest.mark.parametrize("late", [MembershipChanged(0, "a node joined"), remote(True), Exited(0, 0, True)])
 def test_events_of_an_earlier_round_change_nothing(late: Event) -> None:
     lifecycle = running()
     lifecycle.handle(FAILED)
@@ -238,7 +264,7 @@ def test_a_single_node_reports_to_nobody() -> None:
 events = st.one_of(
     st.builds(MembershipChanged, st.integers(0, 3), st.just("a node joined")),
     st.builds(remote, st.booleans(), st.integers(0, 3)),
-    st.builds(AllSucceeded, st.integers(0, 3)),
+    st.builds(Exited, st.integers(0, 3), st.integers(0, 3), st.booleans()),
     st.just(RendezvousFailed(RendezvousConnectionError("the store is gone"))),
     st.just(LeaseLost()),
     st.just(HoldEnded()),

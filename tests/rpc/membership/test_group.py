@@ -23,7 +23,7 @@ from zmqgrad.errors import (
     StoreTimeoutError,
     WorldSizeError,
 )
-from zmqgrad.rpc.membership import shutdown
+from zmqgrad.rpc.membership import registry, shutdown
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import Group, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
@@ -195,9 +195,10 @@ def test_a_worker_that_dies_during_shutdown(monkeypatch: pytest.MonkeyPatch, ste
     victim, witness = made[2].worker, made[1].worker
     monkeypatch.setattr(shutdown, "POLL_SECONDS", 1000.0)
     monkeypatch.setattr(shutdown, "LEAVE_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(
-        shutdown, "is_reachable", lambda endpoint: endpoint not in victim.membership.own.endpoints
-    )
+    for asking in (shutdown, registry):
+        monkeypatch.setattr(
+            asking, "is_reachable", lambda endpoint, *_: endpoint not in victim.membership.own.endpoints
+        )
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     compare_set = made[2].store.compare_set
 

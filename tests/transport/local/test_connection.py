@@ -1,28 +1,31 @@
-"""Connections of the fast path: packets arrive whole, once and in order; strangers are refused."""
+"""Local connections: packets and descriptors arrive whole, once and in order; strangers are refused."""
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
+import resource
 import secrets
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import msgspec
 import pytest
 
-from tests.support.waiting import eventually
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection, LocalListener
-from zmqgrad.transport.local.connection import PROTOCOL, WELCOME, Hello, send_with_gil
-from zmqgrad.transport.local.writer import BacklogWriter
+from zmqgrad.transport.local.connection import PROTOCOL, WELCOME, Hello, Offer, send_with_gil
 
 pytestmark = pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
 
 WAIT = 20.0
 JOB = b"job"
+HELLO = Hello(PROTOCOL, JOB, 7)
 
 
 class Site:
@@ -31,22 +34,48 @@ class Site:
     def __init__(self) -> None:
         self.endpoint = f"ipc://@zmqgrad-test-{secrets.token_hex(8)}"
         self.poll = select.poll()
+        self.accepted: list[LocalConnection] = []
+        self.accepts = True
         self.ended: list[LocalConnection] = []
-        self.listener = LocalListener(self.endpoint, self.poll, JOB, 7, on_closed=self.ended.append)
-        self.packets: list[bytes] = []
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        self.listener = LocalListener(
+            self.endpoint,
+            self.poll,
+            JOB,
+            7,
+            lambda seconds, job: self.later.append((seconds, job)),
+            on_opened=self.accept,
+            on_closed=self.ended.append,
+        )
+        self.arrived: list[tuple[bytes, LocalConnection]] = []
         self.backlogged: list[LocalConnection] = []
         self.opened: list[LocalConnection] = []
+
+    @property
+    def packets(self) -> list[bytes]:
+        """What has arrived, without the ends of connections."""
+        return [packet for packet, _ in self.arrived if packet]
+
+    @property
+    def ends(self) -> list[LocalConnection]:
+        """The connections whose end has arrived."""
+        return [connection for packet, connection in self.arrived if not packet]
+
+    def accept(self, connection: LocalConnection) -> bool:
+        self.accepted.append(connection)
+        return self.accepts
 
     def read(self, milliseconds: int = 0) -> None:
         """Read what is there, or comes within that time."""
         ready = self.poll.poll(milliseconds)
         while ready:
             for number, _ in ready:
-                self.packets += self.listener.read(number)
+                self.arrived += self.listener.read(number)
             ready = self.poll.poll(0)
 
-    def connect(self, job: bytes = JOB, incarnation: int = 7) -> LocalConnection:
-        connection = local.connect(self.endpoint, job, incarnation, self.backlogged.append)
+    def connect(self, job: bytes = JOB, incarnation: int = 7, *, eager: bool = False) -> LocalConnection:
+        hello = Hello(PROTOCOL, job, incarnation, 3, 33)
+        connection = local.connect(self.endpoint, hello, self.backlogged.append, eager=eager)
         self.opened.append(connection)
         return connection
 
@@ -64,6 +93,13 @@ class Site:
             connection.close()
         self.listener.close()
         self.listener.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all connections: their descriptors that were not taken are closed."""
+        for kept in (self.opened, self.accepted, self.arrived, self.ended, self.backlogged):
+            kept.clear()  # type: ignore[attr-defined]
+        gc.collect()
 
 
 @pytest.fixture
@@ -126,42 +162,298 @@ def test_what_the_kernel_does_not_accept_waits_in_order(site: Site) -> None:
     assert site.packets[-1] == b"after"
 
 
-def test_a_writer_flushes_what_waits(site: Site) -> None:
-    writer = BacklogWriter("w")
-    connections = [local.connect(site.endpoint, JOB, 7, writer.add) for _ in range(3)]
+@pytest.mark.parametrize("eager", [False, True])
+def test_packets_wait_until_the_connection_is_accepted(site: Site, eager: bool) -> None:
+    """A listener of another job would take them for its own; eager ones go at once, behind the hello."""
+    connection = site.connect(eager=eager)
+    for n in range(5):
+        connection.send(b"%d" % n)
+    connection.send_all([b"5", b"6"], [])
+    assert connection.backlog() == (0 if eager else 7)
     site.read()
-    assert all(connection.is_ready() for connection in connections)
-    for n in range(3000):
-        for i, connection in enumerate(connections):
-            connection.send(b"%d %d" % (i, n))
-    deadline = Deadline.after(WAIT)
-    while len(site.packets) < 9000:
-        site.read(100)
-        assert not deadline.passed()
-    for i in range(3):
-        own = [p for p in site.packets if p.startswith(b"%d " % i)]
-        assert own == [b"%d %d" % (i, n) for n in range(3000)]
-    writer.close()
-    writer.close()
-    assert writer.join(Deadline.after(WAIT)) == []
-    writer.add(connections[0])
-    for connection in connections:
-        connection.close()
+    assert site.packets == ([b"%d" % n for n in range(7)] if eager else [])
+    assert connection.is_ready()
+    assert connection.flush()
+    connection.send(b"7")
+    site.read()
+    assert site.packets == [b"%d" % n for n in range(8)]
+    assert connection.sent == 7
 
 
-def test_the_writer_drops_the_backlog_of_a_closed_peer(site: Site) -> None:
-    writer = BacklogWriter("w")
-    gone = local.connect(site.endpoint, JOB, 7, writer.add)
+def test_an_owner_may_refuse_a_connection(site: Site) -> None:
+    site.accepts = False
+    eager = site.connect(eager=True)
+    eager.send(b"early")
     site.read()
-    assert gone.is_ready()
-    while not gone.backlog():
-        gone.send(b"x" * MAX_PACKET_BYTES)
+    assert site.arrived == []
+    assert site.ended == site.accepted
+    with pytest.raises(OSError, match=r"pipe|reset"):
+        eager.send(b"late")
+    site.accepts = True
+    assert site.ready().is_ready()
+
+
+def test_the_listener_learns_who_has_connected(site: Site) -> None:
+    site.ready()
+    (accepted,) = site.accepted
+    assert (accepted.hello.source, accepted.hello.incarnation) == (3, 33)
+
+
+# ---- descriptors -----------------------------------------------------------------------------------------
+
+
+class Files:
+    """Numbered files in memory, as segments to be offered."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    def offer(self, number: int) -> Offer:
+        def make() -> tuple[bytes, int]:
+            fd = os.memfd_create("zmqgrad-test")
+            os.write(fd, b"%d" % number)
+            self.made.append(number)
+            return b"file %d" % number, fd
+
+        return Offer(number, make)
+
+
+def descriptors() -> list[str]:
+    """The descriptors of this process that are files of :class:`Files`."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one that lists them
+            if "zmqgrad-test" in os.readlink(f"/proc/self/fd/{name}"):
+                found.append(name)
+    return found
+
+
+@pytest.fixture
+def files(site: Site) -> Iterator[Files]:
+    yield Files()
+    site.close()
+    assert descriptors() == []
+
+
+def content(fd: int) -> bytes:
+    """What is in the file ``fd``, which this closes."""
+    found = os.pread(fd, 100, 0)
+    os.close(fd)
+    return found
+
+
+def test_descriptors_arrive_in_order_before_what_needs_them(site: Site, files: Files) -> None:
+    connection = site.ready()
+    (accepted,) = site.accepted
+    for n in range(20):
+        connection.send_all([b"uses %d" % n], [files.offer(n), files.offer(n // 2)])
+        connection.send(b"small")
+    while len(site.packets) < 60:
+        site.read(1000)
+    assert [p for p in site.packets if p.startswith(b"file")] == [b"file %d" % n for n in range(20)]
+    for n in range(20):
+        assert site.packets.index(b"file %d" % n) < site.packets.index(b"uses %d" % n)
+    assert files.made == list(range(20)), "each is sent once"
+    assert [content(accepted.descriptors.popleft()) for _ in range(20)] == [b"%d" % n for n in range(20)]
+
+
+def test_descriptors_wait_with_their_packets(site: Site, files: Files) -> None:
+    connection = site.connect()
+    for n in range(3):
+        connection.send_all([b"x"], [files.offer(n)])
+    site.read()
+    assert connection.is_ready()
+    assert connection.flush()
+    site.read()
+    (accepted,) = site.accepted
+    assert site.packets == [b"file 0", b"x", b"file 1", b"x", b"file 2", b"x"]
+    assert [content(fd) for fd in accepted.descriptors] == [b"0", b"1", b"2"]
+    accepted.descriptors.clear()
+
+
+def test_descriptors_that_nobody_takes_are_closed(site: Site, files: Files) -> None:
+    waiting = site.connect()  # in its queue
+    waiting.send_all([b"x"], [files.offer(1)])
+    waiting.close()
+    dropped = site.ready()  # received, and not taken
+    dropped.send_all([b"x"], [files.offer(2)])
+    site.read()
+    site.listener.drop(site.accepted[-1])
+    unread = site.ready()  # in the kernel
+    unread.send_all([b"x"], [files.offer(3)])
     site.listener.close()
-    eventually(gone.backlog, lambda backlog: not backlog, WAIT)
-    with pytest.raises(OSError, match=r"pipe|reset|descriptor"):
-        gone.send(b"y")
-    writer.close()
-    assert writer.join(Deadline.after(WAIT)) == []
+    for closed in (waiting, unread):
+        with pytest.raises(OSError, match=r"closed|pipe|reset"):
+            closed.send_all([b"x"], [files.offer(4)])
+    assert files.made == [1, 2, 3, 4, 4]
+    del dropped
+    site.close()
+    assert descriptors() == []
+
+
+def test_a_descriptor_that_cannot_be_made_sends_nothing(site: Site) -> None:
+    def make() -> tuple[bytes, int]:
+        raise OSError(24, "Too many open files")
+
+    connection = site.ready()
+    with pytest.raises(OSError, match="Too many"):
+        connection.send_all([b"x"], [Offer(1, make)])
+    connection.send(b"after")
+    site.read()
+    assert site.packets == [b"after"]
+
+
+def test_a_descriptor_that_cannot_be_sent_is_closed(site: Site, files: Files) -> None:
+    connection = site.ready()
+    site.listener.drop(site.accepted[0])
+    with pytest.raises(BrokenPipeError):
+        connection.send_all([b"x"], [files.offer(1)])
+    closed = site.connect()
+    closed.close()
+    with pytest.raises(OSError, match="closed"):
+        closed.send_all([b"x"], [files.offer(2)])
+    assert files.made == [1, 2]
+
+
+def test_an_announcement_without_a_descriptor_does_no_harm(
+    site: Site, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender may be interrupted in between, or the kernel may refuse to send more descriptors."""
+    connection = site.ready()
+    transmit = LocalConnection._transmit
+
+    def interrupted(self: LocalConnection, packet: bytes, fd: int) -> None:
+        if fd >= 0:
+            raise OSError(errno.ETOOMANYREFS, "too many descriptors are on their way")
+        transmit(self, packet, fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalConnection, "_transmit", interrupted)
+        for _ in range(2):
+            with pytest.raises(OSError, match="too many"):
+                connection.send_all([b"x"], [files.offer(1)])
+    connection.send(b"small")
+    connection.send_all([b"y"], [files.offer(1)])
+    site.read()
+    assert site.packets == [b"small", b"file 1", b"y"]
+    (accepted,) = site.accepted
+    assert content(accepted.descriptors.popleft()) == b"1"
+
+
+def test_a_reader_without_descriptors_reads_later(
+    site: Site, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel would drop what is in the packet; so it stays there until this process has a descriptor."""
+    connection = site.ready()
+    (accepted,) = site.accepted
+    connection.send(b"before")
+    connection.send_all([b"x"], [files.offer(1)])
+    taken: list[int] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        site.read()
+        site.read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+    assert site.packets == [b"before"]
+    assert "no more file descriptors" in caplog.text
+    [(seconds, job)] = site.later
+    assert seconds > 0
+    job()
+    site.read(1000)
+    assert site.packets == [b"before", b"file 1", b"x"]
+    assert content(accepted.descriptors.popleft()) == b"1"
+
+
+# ---- ends ------------------------------------------------------------------------------------------------
+
+
+def test_what_has_arrived_is_read_before_the_end(site: Site) -> None:
+    connection = site.ready()
+    (accepted,) = site.accepted
+    for n in range(50):
+        connection.send(b"%d" % n)
+    accepted.stop_receiving()
+    with pytest.raises(OSError, match=r"pipe|reset"):
+        connection.send(b"late")
+    site.read()
+    assert site.packets == [b"%d" % n for n in range(50)]
+    assert site.ends == [accepted]
+    assert site.arrived[-1] == (b"", accepted)
+    assert site.listener.connections == {}
+
+
+def test_what_a_peer_sent_that_left_before_it_was_accepted_is_read(site: Site) -> None:
+    connection = site.connect(eager=True)
+    for n in range(5):
+        connection.send(b"%d" % n)
+    connection.close()
+    site.read()
+    assert site.packets == [b"%d" % n for n in range(5)]
+    assert site.ends == site.accepted != []
+    assert site.listener.connections == {}
+
+
+def test_a_listener_that_stops_returns_what_is_to_be_read(site: Site) -> None:
+    connections = [site.ready() for _ in range(3)]
+    for connection in connections:
+        connection.send(b"last")
+    assert len(site.listener.stop()) == 3
+    assert not site.listener.is_open
+    deadline = Deadline.after(WAIT)
+    for accepted in site.accepted:
+        while accepted not in site.ends:
+            site.arrived += site.listener.read(accepted.fd)
+            assert not deadline.passed()
+    assert site.packets == [b"last"] * 3
+    assert site.ends == site.accepted
+
+
+def test_a_reply_is_read_though_its_sender_left_packets_unread(site: Site, files: Files) -> None:
+    """The kernel reports ECONNRESET before what is queued, to whoever receives or sends next."""
+    connection = site.ready()
+    (accepted,) = site.accepted
+    connection.send(b"unread")
+    accepted.send(b"reply")
+    accepted.send_all([b"x"], [files.offer(1)])
+    accepted.close()
+    assert [connection.receive() for _ in range(4)] == [b"reply", b"file 1", b"x", b""]
+    assert content(connection.descriptors.popleft()) == b"1"
+
+
+def test_a_listener_that_closes_resets_nobody(site: Site) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(local.unix_name(site.endpoint))
+        peer.send(msgspec.msgpack.encode(HELLO))
+        site.read()
+        peer.send(b"unread")
+        site.accepted[0].send(b"reply")
+        site.listener.close()
+        assert [peer.recv(100) for _ in range(3)] == [WELCOME, b"reply", b""]
+
+
+def test_what_one_connection_could_not_send_is_sent_by_another(site: Site, files: Files) -> None:
+    """As when a reply channel is closed before it has accepted a connection."""
+    main, other = site.ready(), site.connect()
+    other.send(b"first")
+    other.send_all([b"x"], [files.offer(1)])
+    main.adopt(other.give_up())
+    for packet in (b"late", b"y" * MAX_PACKET_BYTES):
+        with pytest.raises(OSError, match="closed"):
+            other.send(packet)
+    site.read()
+    assert site.packets == [b"first", b"file 1", b"x"]
+    assert content(site.accepted[0].descriptors.popleft()) == b"1"
+    main.close()
+    third = site.connect()
+    third.send_all([b"x"], [files.offer(2)])
+    main.adopt(third.give_up())  # neither does any harm, nor keeps the descriptor
 
 
 def test_threads_that_send_at_once_keep_their_own_order(site: Site) -> None:
@@ -189,8 +481,7 @@ def test_threads_that_send_at_once_keep_their_own_order(site: Site) -> None:
         assert own == [b"%d %d" % (i, n) for n in range(1000)]
 
 
-# ---- who is let in
-# ------------------------------------------------------------------------------------------
+# ---- who is let in ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("job", "incarnation"), [(b"another", 7), (JOB, 8), (b"", 0)])
@@ -210,7 +501,7 @@ def test_a_process_of_another_job_is_refused(
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 100,
-        msgspec.msgpack.encode(["zmqgrad-local-0", JOB, 7]),
+        msgspec.msgpack.encode(["zmqgrad-local-1", JOB, 7]),
         msgspec.msgpack.encode([PROTOCOL, JOB]),
         msgspec.msgpack.encode(Hello(PROTOCOL, JOB, 7)) + b"?",
         b"x" * 10_000,
@@ -262,7 +553,7 @@ def test_a_client_that_closes_before_accept_leaves_nothing(site: Site) -> None:
 
 def test_no_listener() -> None:
     with pytest.raises(OSError, match="refused"):
-        local.connect(f"ipc://@zmqgrad-{secrets.token_hex(8)}", JOB, 7, lambda _: None)
+        local.connect(f"ipc://@zmqgrad-{secrets.token_hex(8)}", HELLO, lambda _: None)
 
 
 def test_the_listener_can_end_a_connection(site: Site) -> None:
@@ -299,6 +590,6 @@ def test_a_process_of_another_user_is_refused_by_both_ends(site: Site) -> None:
     site.read()
     assert stranger.recv(10) == b""
     with pytest.raises(PermissionError, match="another user"):
-        local.connect(f"{site.endpoint}-theirs", JOB, 7, lambda _: None)
+        local.connect(f"{site.endpoint}-theirs", HELLO, lambda _: None)
     stranger.close()
     theirs.close()

@@ -88,8 +88,11 @@ class Running:
         keys: Keys | None = None,
         fast_path: bool = True,
         clock: Clock = MONOTONIC,
+        listen_fd: int | None = None,
     ) -> None:
-        self.server = QueryServer("echo", address, keys=keys, fast_path=fast_path, clock=clock)
+        self.server = QueryServer(
+            "echo", address, keys=keys, listen_fd=listen_fd, fast_path=fast_path, clock=clock
+        )
         self.service = Echo(self.server)
         self.thread = threading.Thread(target=self.server.serve, args=(self.service,), daemon=True)
         self.thread.start()

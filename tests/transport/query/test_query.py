@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
+import select
 import signal
 import socket
 import threading
@@ -15,7 +17,7 @@ import zmq
 
 from tests.support.relay import Relay, at_random
 from tests.support.waiting import eventually
-from tests.transport.query.echo import DONE, LOOPBACK, OURS, PATIENCE, THEIRS, Running, in_thread
+from tests.transport.query.echo import DONE, LOOPBACK, OURS, PATIENCE, THEIRS, Echo, Running, in_thread
 from zmqgrad.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -27,12 +29,22 @@ from zmqgrad.errors import (
 from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.transport import local
 from zmqgrad.transport.bind_policy import is_loopback
-from zmqgrad.transport.query import dealer
+from zmqgrad.transport.query import dealer, pending
 from zmqgrad.transport.query.client import QueryClient
+from zmqgrad.transport.query.router import REBIND_SECONDS
 from zmqgrad.transport.query.server import QueryServer
 from zmqgrad.transport.security import Keys, load_keys, secure_client
 from zmqgrad.wire.codec import encode
-from zmqgrad.wire.messages import Message, StoreAdd, StoreDone, StoreGet, StorePing, StoreRefused, StoreValue
+from zmqgrad.wire.messages import (
+    Message,
+    StoreAdd,
+    StoreDone,
+    StoreGet,
+    StorePing,
+    StorePong,
+    StoreRefused,
+    StoreValue,
+)
 
 RELEASE = StoreAdd("", 7)
 A = StoreGet("a", 1.0)
@@ -205,6 +217,47 @@ def test_a_stopping_server_can_reply(keys: Keys | None, fast_path: bool) -> None
         waits = in_thread(lambda: client.request(StoreGet("park", 60.0), PATIENCE))
         assert running.service.arrived.acquire(timeout=PATIENCE)
         running.stop()
+        assert waits.wait(PATIENCE) == StoreValue(b"stopping")
+
+
+class Gate(ManualClock):
+    """A clock at which those who ask for the time wait while it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+
+    def now(self) -> float:
+        self.open.wait(PATIENCE)
+        return super().now()
+
+
+@pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
+def test_a_reply_is_received_though_the_query_is_repeated_meanwhile(
+    plain: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server stops with one repetition unread, and then the client sends another before it reads on."""
+    monkeypatch.setattr(pending, "REPEAT_SECONDS", (0.1,))
+    clock, service = Gate(), plain.service
+
+    def stopping() -> None:
+        ((route, _, _),) = service.parked
+        assert isinstance(route, local.LocalConnection)
+        while not select.select([route.fd], [], [], 0.05)[0]:
+            clock.advance(0.1)
+        clock.open.clear()
+        clock.advance(0.1)
+        plain.server.reply(route, pending.PING_ID, StorePong("", ""))
+        Echo.stopping(service)
+
+    service.stopping = stopping  # type: ignore[method-assign]
+    with closing(QueryClient(plain.server.endpoint, clock=clock)) as client:
+        client.request(A, PATIENCE)
+        waits = in_thread(lambda: client.request(StoreGet("park", 60.0), 1e5))
+        assert service.arrived.acquire(timeout=PATIENCE)
+        plain.stop()
+        clock.open.set()
         assert waits.wait(PATIENCE) == StoreValue(b"stopping")
 
 
@@ -464,6 +517,41 @@ def test_a_client_begins_with_a_ping(plain: Running) -> None:
         with pytest.raises(TimeoutError):
             client.request(StorePing(""), 0.1)
         assert client.request(A, PATIENCE) == StoreValue(b"a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", [LOOPBACK, "tcp://*:*", "a descriptor"])
+def test_a_server_out_of_file_descriptors_keeps_its_port(
+    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It accepts nobody for a while, and no other process can listen there meanwhile."""
+    monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
+    clock, given = ManualClock(), None
+    if address == "a descriptor":
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            address, given = f"tcp://127.0.0.1:{bound.getsockname()[1]}", bound.detach()
+    running = Running(address, clock=clock, listen_fd=given)
+    port = running.server.port
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for _ in range(2):
+        caplog.clear()
+        with socket.socket() as newcomer, caplog.at_level(logging.DEBUG, "zmqgrad.transport.query"):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            try:
+                newcomer.connect(("127.0.0.1", port))
+                eventually(lambda: "no more file descriptors" in caplog.text)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for _ in range(200):
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("127.0.0.1", port))
+        clock.advance(REBIND_SECONDS)
+        with closing(client_of(running, port=port)) as client:
+            assert client.request(A, PATIENCE) == StoreValue(b"a")
+    running.stop()
+    with socket.create_server(("127.0.0.1", port)):
+        pass
 
 
 # ---- addresses --------------------------------------------------------------------------------------------

@@ -60,14 +60,13 @@ class Fork:
 
 
 class Leases(RuleBasedStateMachine):
-    """Side a sends, side b receives; both have an arena, so both send offers and releases."""
+    """Both sides send and receive; both have an arena, so both send segments and releases."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sides = Side(0, SETTINGS), Side(1, SETTINGS)
         self.a, self.b = self.sides
         self.a.other, self.b.other = self.b, self.a
-        self.a.warm()
         self.kept: list[tuple[Any, bytes]] = []
         self.forks: list[Fork] = []
         self.number = 0
@@ -87,7 +86,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(size=SIZES)
     def fail_to_send(self, size: int) -> None:
-        prepared = self.a.transport.prepare(1, True, [self.content(size)])
+        prepared = self.a.prepare([self.content(size)])
         self.a.transport.rollback(1, prepared)
 
     @precondition(lambda self: self.kept)
@@ -120,9 +119,9 @@ class Leases(RuleBasedStateMachine):
 
     @rule()
     def lose_the_peer(self) -> None:
-        """What was received stays; both may meet again."""
-        self.a.transport.forget(1)
-        self.b.transport.forget(0)
+        """What was received stays; another worker may come under the same number."""
+        self.a.lose(1)
+        self.b.lose(0)
 
     @precondition(lambda self: len(self.forks) < MAX_FORKS)
     @rule()

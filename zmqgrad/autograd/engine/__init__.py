@@ -8,6 +8,6 @@ knows when none is outstanding. If groups on a worker still wait then, for gradi
 
 The :mod:`~zmqgrad.autograd.engine.coordinator` starts a pass. Each worker is a
 :mod:`~zmqgrad.autograd.engine.participant`: its :mod:`~zmqgrad.autograd.engine.work_queue` holds what
-arrived, a thread handles it in a :mod:`~zmqgrad.autograd.engine.step`, and the
+arrived, threads handle it in a :mod:`~zmqgrad.autograd.engine.step` each, and the
 :mod:`~zmqgrad.autograd.engine.executor` runs the local graph.
 """

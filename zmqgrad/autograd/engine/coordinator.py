@@ -80,7 +80,10 @@ class Coordinator:
 
     def close(self) -> None:
         """Release what the pass holds, whether or not it has finished."""
-        self._port.release(expects_more=not self.finished)
+        if self.finished:
+            self._port.release()
+        else:
+            self._port.abandon(self._worker.server.on_unexpected)
 
     def _wait(self) -> None:
         """Wait until no request of the pass is outstanding, and raise its error, if any."""
@@ -140,6 +143,7 @@ class Coordinator:
         while (inbound := self._port.receive(finished, until)) is not None:
             message = inbound.message
             if isinstance(message, BackwardAutogradReq) and message.pass_id == self.id:
+                self._port.settle()  # what follows may wait for a peer that ends
                 worker.server.serve_here(self._participant.on_backward, inbound)
             else:
                 worker.server.on_unexpected(inbound)

@@ -34,12 +34,12 @@ from zmqgrad.autograd.graph.hooks import (
 )
 from zmqgrad.autograd.graph.node import (
     Gradient,
-    added,
     evaluate_node,
     release_saved_tensors,
     shared,
 )
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan, bits
+from zmqgrad.autograd.graph.sums import OF_ENTRIES, OF_GROUPS, OrderedSum, Place, added
 from zmqgrad.autograd.graph.undefined import UNDEFINED, reached, zero_placeholders
 from zmqgrad.autograd.graph.validation import fit, matches
 from zmqgrad.autograd.graph.walk import GraphWalk, condense
@@ -126,7 +126,8 @@ class LocalPass:
         finally:
             if collects:
                 gc.enable()
-        self._starts = walk.starts
+        self._starts, self._numbers, self._starts_at_leaves = walk.starts, walk.numbers, walk.starts_at_leaves
+        self._token = object()  # denotes this pass to the context, without a reference to it
         self._recvs = walk.recvs
         self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
 
@@ -181,15 +182,17 @@ class LocalPass:
         with self._lock:
             for autograd_id, gradients in arrivals:
                 entry = self._entry_of[autograd_id]
-                for start, gradient in zip(self._starts[entry], gradients, strict=True):
+                numbers = self._numbers[entry]
+                for start, number, gradient in zip(self._starts[entry], numbers, gradients, strict=True):
                     if gradient is None:
                         continue
                     if gradient is not UNDEFINED and not matches(gradient, start):
                         gradient = self._fit(entry, gradient, start)
                     if isinstance(start, GradientEdge):
-                        self._add((start[0], start[1]), gradient)
+                        self._add((start[0], start[1]), gradient, (OF_ENTRIES, number))
                     elif gradient is not UNDEFINED:
-                        self.context.accumulate(start, gradient)
+                        place = OF_ENTRIES, number
+                        self.context.accumulate_part(start, gradient, False, self._token, place)
                 ready += self._plan.arrive(entry)
             self._version += 1
         self._run_ready(ready, sink)
@@ -211,27 +214,28 @@ class LocalPass:
                 f"{show_id(send.autograd_id)} ({send.describe()})"
             ) from None
 
-    def _add(self, edge: Edge, gradient: torch.Tensor) -> None:
+    def _add(self, edge: Edge, gradient: torch.Tensor, place: Place) -> None:
         """Add ``gradient`` at an incoming edge of a group. The caller holds the lock."""
         gradients = self._plan.group_of(edge[0]).gradients
-        present = gradients.get(edge, UNDEFINED)
-        if present is UNDEFINED:
-            gradients[edge] = gradient
-        elif gradient is not UNDEFINED:
-            gradients[edge] = added(present, gradient)
+        total = gradients.get(edge)
+        if total is None:
+            total = gradients[edge] = OrderedSum()
+        if gradient is not UNDEFINED:
+            total.add(place, gradient)
 
     def _run_ready(self, ready: list[Group], sink: GradientSink) -> None:
         """Run groups, and those that become ready by that.
 
-        Groups without dependents run in one engine call. At a cut edge the engine might not stop
-        (:meth:`Plan.reenters`), so groups with dependents run one by one.
+        One engine call runs groups that lead to recvs only. Those that lead to the same leaf run one by one:
+        their sum must not depend on which of them were ready. So do groups with dependents, as the engine
+        might not stop at a cut edge (:meth:`Plan.reenters`).
         """
         while ready:
             sink.flush_if_late()
             batch: list[Group] = []
             later: list[Group] = []
             for group in ready:
-                (later if group.dependents else batch).append(group)
+                (later if group.dependents or group.accumulates else batch).append(group)
             if not batch:
                 batch.append(later.pop(0))
             self._run(batch, sink)
@@ -250,7 +254,9 @@ class LocalPass:
             if plan.is_dead(group):
                 continue
             live.append(group)
-            gradients.update(group.gradients)
+            for edge, total in group.gradients.items():
+                found = total.total()
+                gradients[edge] = UNDEFINED if found is None else found
             group.gradients = {}
             for node in group.sinks:
                 if node in recvs:
@@ -268,14 +274,23 @@ class LocalPass:
                 complete.append((node, gradient, also_held))
             elif type(node) is LEAF_NODE and node not in plan.sinks:
                 if gradient is not UNDEFINED:
-                    self.context.accumulate(node.variable, gradient, also_held)
+                    self._accumulate_from(live[0], edge, gradient, also_held)
             else:
                 with self._lock:
-                    self._add(edge, gradient)
+                    self._add(edge, gradient, (OF_GROUPS, live[0].outgoing[edge]))
         if complete:
             self._accumulate_all(complete)
         for node, found in at_recv.items():
             sink.send_gradients(recvs[node], found)
+
+    def _accumulate_from(self, group: Group, edge: Edge, gradient: torch.Tensor, also_held: bool) -> None:
+        """Add a gradient of ``group`` to a leaf, which other groups may lead to as well."""
+        leaf = edge[0].variable
+        if self._starts_at_leaves or self._plan.sources.get(edge, 1) > 1:
+            place = OF_GROUPS, group.outgoing[edge]
+            self.context.accumulate_part(leaf, gradient, also_held, self._token, place)
+        else:
+            self.context.accumulate(leaf, gradient, also_held)
 
     def _differentiate(self, groups: Sequence[Group], gradients: dict[Edge, torch.Tensor]) -> list[Result]:
         """Compute the gradients at the outgoing edges of ``groups`` from those at incoming edges.
@@ -296,7 +311,7 @@ class LocalPass:
             return [(edge, gradient, False) for edge, gradient in gradients.items()]
         if groups[0].dependents and (self._hooks or self._plan.reenters(groups[0])):
             return self._node_by_node(groups[0], gradients)
-        outgoing = groups[0].outgoing
+        outgoing: Collection[Edge] = groups[0].outgoing
         if len(groups) > 1:
             outgoing = dict.fromkeys([edge for group in groups for edge in group.outgoing])
         if undefined:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from queue import SimpleQueue
 
 import torch
@@ -38,6 +39,12 @@ logger = logging.getLogger(__name__)
 
 MODES = ("fast", "smart", "auto")
 
+HELP_SECONDS = 2e-3
+"""If the gradients of one send take more time, several threads handle those of several sends."""
+
+EFFORT_DECAY = 0.8
+"""The expected time falls by this factor with each send that takes less."""
+
 
 class Participant:
     """The backward passes of one worker.
@@ -61,6 +68,8 @@ class Participant:
         self.maps_devices = worker.contexts.maps_devices
         self.devices = worker.contexts.for_gradients
         self._inboxes: dict[int, SimpleQueue[Inbound | None]] = {}  # of passes under a profiler
+        self._has_helpers = worker.options.num_worker_threads > 1
+        self._effort: float | None = None  # time that the gradients of a send have taken lately
 
     def install(self) -> None:
         """Register the handlers of backward messages with the worker."""
@@ -161,11 +170,14 @@ class Participant:
         finally:
             if message.handled is not None:
                 self._count(message.pass_id, message.handled)
-        if consumes:
+        may_join = self._is_heavy() and self._may_help(message.pass_id)
+        if consumes or (may_join and local_pass.queue.help()):
             self._consume(local_pass, message.pass_id, message.root, inbound.envelope.channel)
+        elif local_pass.queue.needs_help():
+            self.request_help(local_pass, message.pass_id, message.root, inbound.envelope.channel)
 
     def _consume(self, local_pass: LocalPass, pass_id: int, root: int, channel: int) -> None:
-        """Handle what the queue of a pass holds, as its consumer."""
+        """Handle what the queue of a pass holds, as one of its consumers."""
         while True:
             step = BackwardStep(self, local_pass, pass_id, root, channel)
             try:
@@ -176,6 +188,46 @@ class Participant:
                 raise
             if local_pass.queue.finish():
                 return
+
+    def note_effort(self, seconds: float) -> None:
+        """Note the time that the gradients of one send have taken."""
+        self._effort = max(seconds, EFFORT_DECAY * (self._effort or 0.0))
+
+    def _may_help(self, pass_id: int) -> bool:
+        """Whether several threads may handle what arrives: not in a profiled pass, which one records."""
+        return self._has_helpers and pass_id not in self._inboxes
+
+    def _is_heavy(self) -> bool:
+        """Whether the gradients of each send will probably keep a thread busy."""
+        return self._effort is not None and self._effort >= HELP_SECONDS
+
+    def request_help(self, local_pass: LocalPass, pass_id: int, root: int, channel: int) -> None:
+        """Let another thread take part in a pass if the gradients that wait will probably keep it busy.
+
+        To wake a thread takes longer than small gradients do, which also better share a message.
+        """
+        if not self._may_help(pass_id):
+            return
+        help_pass = functools.partial(self._help, local_pass, pass_id, root, channel)
+        if self._is_heavy():
+            help_pass()
+        elif self._effort is None:  # nothing is known yet: see whether they still wait after a while
+            self._worker.timer.call_later(HELP_SECONDS, help_pass)
+
+    def _help(self, local_pass: LocalPass, pass_id: int, root: int, channel: int) -> None:
+        if not local_pass.queue.help():
+            return
+        consume = functools.partial(self._consume_as_helper, local_pass, pass_id, root, channel)
+        try:
+            self._worker.submit(consume)
+        except ClosedError:
+            logger.debug("a backward pass is about to end with its worker")  # see close()
+
+    def _consume_as_helper(self, local_pass: LocalPass, pass_id: int, root: int, channel: int) -> None:
+        """Runs in an engine thread, with the modes and context variables that a request would find."""
+        torch.set_grad_enabled(True)
+        torch.set_default_device(None)
+        copy_context().run(self._consume, local_pass, pass_id, root, channel)
 
     def on_discover(self, inbound: Inbound) -> None:
         """Report to the coordinator which entries lead to which recvs."""

@@ -24,7 +24,7 @@ from zmqgrad.autograd.profiling import RECV_NAME, profiled
 from zmqgrad.autograd.send_recv import RecvMetadata
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
-from zmqgrad.runtime.clock import monotonic_ns
+from zmqgrad.runtime.clock import monotonic_ns, thread_time
 from zmqgrad.transport.base import Frame
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import BackwardAutogradReq, ProgressReport
@@ -108,12 +108,18 @@ class BackwardStep:
             Whether there was anything to handle.
         """
         now, queue = self._participant.now, self._pass.queue
-        at, count = self._began, 1
+        at, count, used = self._began, 1, thread_time()
         while arrivals := queue.take(count):
+            if queue.needs_help():
+                self._participant.request_help(self._pass, self._pass_id, self._root, self._channel)
             for send, _ in arrivals:
                 self._handled.append(send)
             self._pass.arrive(arrivals, self)
             before, at = at, now()
+            used_before, used = used, thread_time()
+            # A run waits for a core for a part of its time; if it takes long, it waits for something else.
+            effort = max(used - used_before, (at - before) / 4)
+            self._participant.note_effort(effort / len(arrivals))
             if at - self._began > FLUSH_SECONDS:
                 break
             count = 2 * count if at - before < SHORT_RUN_SECONDS else 1

@@ -1,7 +1,8 @@
-"""The gradients that have arrived for one pass on one worker: a FIFO queue with one consumer at a time."""
+"""The gradients that have arrived for one pass on one worker: a FIFO queue with several consumers."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -13,11 +14,16 @@ Arrival = tuple[int, Sequence[Gradient]]
 """An entry of the local graph (the autograd id of a send), and the gradients that arrived for it."""
 
 
+MAX_CONSUMERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""As many threads as this process has cores run groups of one pass."""
+
+
 class WorkQueue:
     """Queues each arrival once.
 
     The thread that adds to an idle queue becomes its consumer. It calls :meth:`take` until nothing is left
     and :meth:`finish` returns True. So gradients that arrive meanwhile run together and can travel together.
+    While others wait, more threads may become consumers (:meth:`help`).
     """
 
     def __init__(self) -> None:
@@ -25,7 +31,7 @@ class WorkQueue:
         self._waiting: deque[Arrival] = deque()
         self._on_devices: dict[int, DeviceCopies] = {}  # of the arrivals that wait, by autograd id
         self._seen: set[int] = set()
-        self._consumed = False  # whether a thread is the consumer
+        self._consumers = 0
 
     def add(self, arrivals: Sequence[Arrival], arrived: DeviceCopies = NO_COPIES) -> bool:
         """Add arrivals, except those that were added before.
@@ -35,7 +41,7 @@ class WorkQueue:
             arrived: those of their tensors that the calling thread has copied to devices.
 
         Returns:
-            Whether the calling thread becomes the consumer.
+            Whether the calling thread becomes a consumer.
         """
         with self._lock:
             for arrival in arrivals:
@@ -45,9 +51,21 @@ class WorkQueue:
                     self._waiting.append(arrival)
                     if arrived.events:
                         self._on_devices[send] = arrived
-            if self._consumed or not self._waiting:
+            if self._consumers or not self._waiting:
                 return False
-            self._consumed = True
+            self._consumers = 1
+            return True
+
+    def needs_help(self) -> bool:
+        """Whether arrivals wait, and there may be more consumers."""
+        return bool(self._waiting) and 0 < self._consumers < MAX_CONSUMERS
+
+    def help(self) -> bool:
+        """Make the caller, or a thread that it starts, a consumer. Returns False if no help is needed."""
+        with self._lock:
+            if not self.needs_help():
+                return False
+            self._consumers += 1
             return True
 
     def take(self, count: int) -> list[Arrival]:
@@ -65,11 +83,13 @@ class WorkQueue:
         return taken
 
     def is_consumed(self) -> bool:
-        """Whether a thread is handling arrivals."""
-        return self._consumed
+        """Whether any thread is handling arrivals."""
+        return self._consumers > 0
 
     def finish(self) -> bool:
         """Stop consuming if nothing is left. Returns False if the caller has to continue."""
         with self._lock:
-            self._consumed = bool(self._waiting)
-            return not self._consumed
+            if self._waiting:
+                return False
+            self._consumers -= 1
+            return True

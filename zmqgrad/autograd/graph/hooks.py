@@ -24,13 +24,17 @@ from zmqgrad.autograd.torch_internals import (
     tensor_hooks,
 )
 
-_lock = threading.Lock()  # guards the count
+# An internal hook is registered and counted under this lock, under which a pass also compares the counts: a
+# hook that was counted but not yet registered would make up for one of the program. Reentrant, as registering
+# a hook may collect garbage, and finalizers of the program run any code.
+_lock = threading.RLock()
 _internal_hooks = 0
 
 
 def hooks_registered() -> bool:
     """Whether any but internal hooks were ever registered in this process."""
-    return hook_handles_made() != _internal_hooks
+    with _lock:
+        return _internal_hooks != hook_handles_made()
 
 
 @contextmanager
@@ -51,8 +55,9 @@ def permanent_internal_hook(register: Callable[[Any], RemovableHandle], hook: An
 def _register(register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
     global _internal_hooks
     with _lock:
+        handle = register(hook)
         _internal_hooks += 1
-    return register(hook)
+    return handle
 
 
 def has_hooks(node: Any) -> bool:
@@ -66,7 +71,7 @@ def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
     found: list[Hooks] = []
     for register in (node.register_prehook, node.register_hook):
         handle = _register(register, _probe)
-        found.append([hook for hook in hooks_beside(handle).values() if hook is not _probe])
+        found.append([hook for hook in hooks_beside(handle) if hook is not _probe])
         handle.remove()
     return found[0], found[1]
 

@@ -29,13 +29,6 @@ class _Stop(Exception):
     """Stops the engine after the node has run."""
 
 
-def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients. Torch adds sparse to dense tensors, but not dense to sparse ones."""
-    if present.layout is not torch.strided and gradient.layout is torch.strided:
-        return gradient + present
-    return present + gradient
-
-
 def shared(gradients: Sequence[Gradient]) -> list[bool]:
     """Return for each of ``gradients`` whether anything but this sequence holds it.
 

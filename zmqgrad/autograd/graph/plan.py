@@ -45,12 +45,12 @@ class Graph:
 class Group:
     """Nodes that the same entries reach. Bit *i* of ``entries`` is set for entry *i*.
 
-    Dictionaries without values are ordered sets.
+    Dictionaries without values are ordered sets. ``outgoing`` numbers the groups that lead to the same edge.
     """
 
     entries: int
     incoming: dict[Edge, None] = field(default_factory=dict)
-    outgoing: dict[Edge, None] = field(default_factory=dict)
+    outgoing: dict[Edge, int] = field(default_factory=dict)
     sinks: list[Node] = field(default_factory=list)
     dependents: dict[Group, None] = field(default_factory=dict)
     gradients: dict[Edge, Any] = field(default_factory=dict)
@@ -61,6 +61,8 @@ class Group:
     """Entries that have neither arrived nor been dropped."""
     reached: bool = False
     """Whether any entry has arrived."""
+    accumulates: bool = False
+    """Whether any edge leads to a leaf that other groups may lead to as well."""
     ran: bool = False
 
     def __repr__(self) -> str:
@@ -79,8 +81,8 @@ def bits(mask: int) -> Iterable[int]:
 class Plan:
     """The groups of a graph, and which of them may run.
 
-    An entry arrives, or is dropped because it never will. Both make groups ready. The caller runs them in
-    the order returned and reports each by :meth:`finished`. Not thread-safe.
+    An entry arrives, or is dropped because it never will. Both make groups ready. The caller runs them, in
+    any order or at the same time, and reports each by :meth:`finished`. Not thread-safe.
     """
 
     def __init__(self, graph: Graph, entries: Sequence[Sequence[Edge]]) -> None:
@@ -94,6 +96,10 @@ class Plan:
         # A context may have thousands of entries, so each knows its groups.
         self._groups_of_entry: dict[int, list[Group]] = {}
         self._build_groups()
+        self.sources: dict[Edge, int] = {}
+        """How many groups lead to an edge, if there are several groups."""
+        if len(self.groups) > 1:
+            self._number_sources()
         self._waiting_groups = 0  # groups that have been reached and miss entries
 
     def _build_groups(self) -> None:
@@ -104,7 +110,7 @@ class Plan:
                 group = groups.get(entered) or new_group(entered)
                 group.incoming[edge] = None
                 if edge[0] in graph.sinks or edge[0] in graph.leaves:
-                    group.outgoing[edge] = None
+                    group.outgoing[edge] = 0
         for node, leaving in graph.following.items():
             mask = masks.get(node)
             if not mask:
@@ -115,7 +121,7 @@ class Plan:
                 target_mask = masks.get(target)  # leaves have none
                 if target_mask == mask and target not in graph.sinks:
                     continue  # within the group
-                group.outgoing[edge] = None
+                group.outgoing[edge] = 0
                 if target_mask is None or target_mask == mask:
                     continue
                 next_group = groups.get(target_mask) or new_group(target_mask)
@@ -124,10 +130,21 @@ class Plan:
                     group.dependents[next_group] = None
                     next_group.pending_groups += 1
                 if target in graph.sinks:
-                    next_group.outgoing[edge] = None
+                    next_group.outgoing[edge] = 0
         for sink in graph.sinks:
             if sink in masks:
                 (groups.get(masks[sink]) or new_group(masks[sink])).sinks.append(sink)
+
+    def _number_sources(self) -> None:
+        """Number the groups that lead to the same edge: in this order their gradients are added."""
+        leaves, sources = self._graph.leaves, self.sources
+        for _, group in sorted(self.groups.items()):
+            outgoing = group.outgoing
+            for edge in outgoing:
+                outgoing[edge] = number = sources.get(edge, 0)
+                sources[edge] = number + 1
+                if edge[0] in leaves:
+                    group.accumulates = True
 
     def _new_group(self, mask: int) -> Group:
         group = self.groups[mask] = Group(mask)

@@ -49,12 +49,17 @@ class GraphWalk:
         self.recvs: dict[Any, RecvMetadata] = {}
         self.waiting_leaves: set[Any] = set()
         """Leaves that wait for their complete gradient."""
-        self.overlaps: set[Any] = set()
+        self.overlaps: dict[Any, None] = {}  # ordered: gradients are added in an order that follows from it
         """Nodes where an entry met another one."""
         self.boundary: list[dict[Edge, None]] = []
         """For each entry, the edges to leaves and recvs out of its ``exclusive`` nodes."""
         self.starts: list[list[EdgeOrLeaf]] = []
         """For each entry, where its gradients enter: an edge, or a leaf that does not wait."""
+        self.numbers: list[list[int]] = []
+        """For each of ``starts``, how many before it are the same edge or leaf."""
+        self.starts_at_leaves = False
+        """Whether any of ``starts`` is a leaf."""
+        self._same_starts: dict[Any, int] = {}
         self.entries: list[list[Edge]] = []
         """For each entry, the edges among its ``starts``."""
         self._owner: dict[Any, int] = {}  # the first entry that reached a recv or a waiting leaf
@@ -70,6 +75,7 @@ class GraphWalk:
         """Add entry ``number``, whose gradients enter at ``places``, and walk on from there."""
         immediate = self.mode is AccumulateMode.IMMEDIATE
         starts: list[EdgeOrLeaf] = []
+        numbers: list[int] = []
         entries: list[Edge] = []
         todo: list[Any] = []
         for place in places:
@@ -85,7 +91,18 @@ class GraphWalk:
             entries.append((node, edge[1]))
             if type(node) is not LEAF_NODE and not self._note_recv(number, node):
                 todo.append(node)
+        same = self._same_starts
+        for start in starts:
+            key: Any
+            if isinstance(start, GradientEdge):
+                key = start[:2]
+            else:
+                key, self.starts_at_leaves = id(start), True
+            number = same.get(key, 0)
+            same[key] = number + 1
+            numbers.append(number)
         self.starts.append(starts)
+        self.numbers.append(numbers)
         self.entries.append(entries)
         self._walk(number, todo)
 
@@ -98,7 +115,7 @@ class GraphWalk:
             node = todo.pop()
             while node not in own:  # this loop visits the whole graph: each dictionary access counts
                 if node in known:
-                    self.overlaps.add(node)
+                    self.overlaps[node] = None
                     break
                 own[node] = following = node.next_functions
                 onward = None
@@ -133,7 +150,7 @@ class GraphWalk:
             return False
         self.recvs[node] = metadata
         if self._owner.setdefault(node, number) != number:
-            self.overlaps.add(node)
+            self.overlaps[node] = None
         return True
 
     def _must_wait(self, number: int, node: Any) -> bool:
@@ -142,13 +159,13 @@ class GraphWalk:
             return False
         self.waiting_leaves.add(node)
         if self._owner.setdefault(node, number) != number:
-            self.overlaps.add(node)
+            self.overlaps[node] = None
         return True
 
 
 def condense(walk: GraphWalk) -> Graph:
     """Return the graph of a walk without most exclusive nodes."""
-    shared = _shared_nodes(walk) if walk.overlaps else set()
+    shared = _shared_nodes(walk) if walk.overlaps else {}
     boundary = _exits(walk, shared) if shared else walk.boundary
     following: dict[Any, Collection[Edge]] = {}
     for edges, leaving in zip(walk.entries, boundary, strict=True):
@@ -172,7 +189,7 @@ def condense(walk: GraphWalk) -> Graph:
     )
 
 
-def _exits(walk: GraphWalk, shared: set[Any]) -> list[dict[Edge, None]]:
+def _exits(walk: GraphWalk, shared: Collection[Any]) -> list[dict[Edge, None]]:
     """Return for each entry the edges from its exclusive nodes to leaves, recvs and shared nodes."""
     outside = {node for boundary in walk.boundary for node, _ in boundary}.union(shared)
     return [
@@ -188,14 +205,14 @@ def _exits(walk: GraphWalk, shared: set[Any]) -> list[dict[Edge, None]]:
     ]
 
 
-def _shared_nodes(walk: GraphWalk) -> set[Any]:
+def _shared_nodes(walk: GraphWalk) -> dict[Any, None]:
     """Return the nodes that several entries reach: the overlaps, and the nodes behind them."""
     edges, waiting = walk.edges, walk.waiting_leaves
-    shared = set(walk.overlaps)
+    shared = dict(walk.overlaps)
     todo = list(shared)
     while todo:
         for node, _ in edges.get(todo.pop(), ()):
             if node not in shared and (node in edges or node in walk.recvs or node in waiting):
-                shared.add(node)
+                shared[node] = None
                 todo.append(node)
     return shared

@@ -26,8 +26,8 @@ from zmqgrad.elastic.agent.lifecycle import (
     LeaseLost,
     Leave,
     Lifecycle,
+    ReportExits,
     ReportFailure,
-    ReportSuccess,
     Result,
     Say,
     StartWorkers,
@@ -209,10 +209,10 @@ class _Agent:
                             return self._on_group_ended(outcome)
                 case ReportFailure(failure):
                     coordinator.report_failure(failure)
-                case ReportSuccess():
-                    coordinator.report_success()
-                case Hold(extra):
-                    self._hold_until = self._clock.now() + coordinator.notice_seconds() + extra
+                case ReportExits(ranks, succeeded):
+                    coordinator.report_exits(ranks, succeeded)
+                case Hold():
+                    self._hold_until = self._clock.now() + coordinator.notice_seconds()
                 case Leave(close):
                     coordinator.leave(close)
                 case Say(text):
@@ -233,7 +233,10 @@ class _Agent:
         def start(rank: int) -> Worker:
             return self._spec.start(place, rank - place.first_rank)
 
-        self._group = WorkerGroup(place.ranks, start, self._listener, self._clock)
+        def on_success(rank: int) -> None:
+            self._spec.coordinator.report_exits([rank], True)
+
+        self._group = WorkerGroup(place.ranks, start, self._listener, on_success, self._clock)
         if self._spec.is_distributed:
             self._guard = LeaseGuard(self._spec.coordinator.lease_left, self._group.kill)
 

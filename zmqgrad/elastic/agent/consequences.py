@@ -5,23 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-STORE_EXTRA_SECONDS = 3.0
-"""By how much a worker that lost only the store is held longer than one that lost a peer.
-
-It often ends first, as a process that failed closes its sockets a second or two before it exits.
-"""
+UNKNOWN = -1
+"""A lost peer that the traceback does not name."""
 
 _LOST_STORE = re.compile(r"zmqgrad\.errors\.\w+: .*(the store no longer replies|no store answered)")
-_LOST_PEER = re.compile(r"zmqgrad\.errors\.PeerLostError\b")
+_LOST_PEER = re.compile(r"zmqgrad\.errors\.PeerLostError\b(?:.*?\(worker (\d+)\))?")
 
 
-def hold_seconds(lines: Sequence[str]) -> float | None:
-    """How much longer than it takes to notice a lost node a failure is held; None: it is not held.
+def lost_peer(lines: Sequence[str]) -> int | None:
+    """The rank of the worker whose loss made a worker fail, or UNKNOWN; None: no loss did.
 
     Args:
-        lines: the traceback of the worker.
+        lines: the traceback of the worker that failed.
     """
     last = next((line for line in reversed(lines) if line.startswith("zmqgrad.errors.")), "")
     if _LOST_STORE.match(last):
-        return STORE_EXTRA_SECONDS
-    return 0.0 if _LOST_PEER.match(last) else None
+        return 0  # it serves the store
+    lost = _LOST_PEER.match(last)
+    return None if lost is None else int(lost[1] or UNKNOWN)

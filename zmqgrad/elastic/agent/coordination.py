@@ -8,9 +8,9 @@ from __future__ import annotations
 import queue
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from zmqgrad.elastic.agent.events import AllSucceeded, CoordinatorEvent, Failure, Joined, Left
+from zmqgrad.elastic.agent.events import CoordinatorEvent, Failure, Joined, Left
 from zmqgrad.elastic.agent.ranks import NodeInfo, place
 
 
@@ -71,8 +71,13 @@ class Coordinator(ABC):
         """Tell the other agents of the round about a failure on this node."""
 
     @abstractmethod
-    def report_success(self) -> None:
-        """Tell the other agents of the round that the workers of this node have succeeded."""
+    def report_exits(self, ranks: Sequence[int], succeeded: bool) -> None:
+        """Tell all agents of the round how workers of this node ended. Posts Exited for those of all nodes.
+
+        Args:
+            ranks: of the workers. What was reported of one before stays.
+            succeeded: see Exited.
+        """
 
     @abstractmethod
     def leave(self, close: bool) -> None:
@@ -110,8 +115,8 @@ class SingleNode(Coordinator):
     def report_failure(self, failure: Failure) -> None:
         pass
 
-    def report_success(self) -> None:
-        self.events.post(AllSucceeded(self._round))
+    def report_exits(self, ranks: Sequence[int], succeeded: bool) -> None:
+        pass
 
     def leave(self, close: bool) -> None:
         self.events.post(Left())

@@ -74,10 +74,18 @@ class RemoteFailure:
 
 
 @dataclass(frozen=True)
-class AllSucceeded:
-    """Event: the workers of all nodes have succeeded."""
+class Exited:
+    """Event: a worker of any node has ended by itself. A failure that is the first is a RemoteFailure, too.
+
+    Args:
+        round: in which it ran.
+        rank: of the worker.
+        succeeded: otherwise, it or a worker of its node failed because it lost a peer or the store.
+    """
 
     round: int
+    rank: int
+    succeeded: bool
 
 
 @dataclass(frozen=True)
@@ -92,4 +100,4 @@ class Left:
     """Event: this agent has left the job, and no other agent needs it."""
 
 
-CoordinatorEvent = Joined | MembershipChanged | RemoteFailure | AllSucceeded | RendezvousFailed | Left
+CoordinatorEvent = Joined | MembershipChanged | RemoteFailure | Exited | RendezvousFailed | Left

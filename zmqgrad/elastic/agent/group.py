@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
+from zmqgrad.elastic.agent.death_signal import ProcessGroupGuard
 from zmqgrad.elastic.agent.listening import Listener
 from zmqgrad.elastic.agent.supervision import (
     Event,
@@ -33,6 +34,7 @@ class WorkerGroup:
         ranks: of the workers.
         start: starts the worker of a rank.
         listener: shows their output.
+        on_success: called with the rank of each worker that ends with success by itself.
         clock: monotonic.
 
     Raises:
@@ -44,9 +46,11 @@ class WorkerGroup:
         ranks: Iterable[int],
         start: Callable[[int], Worker],
         listener: Listener,
+        on_success: Callable[[int], None],
         clock: Clock = MONOTONIC,
     ) -> None:
         self._listener = listener
+        self._on_success = on_success
         self._clock = clock
         self._workers: dict[int, Worker] = {}
         with ExitStack() as cleanup:
@@ -55,6 +59,7 @@ class WorkerGroup:
                 cleanup.callback(worker.close)
                 listener.add(worker)
                 cleanup.callback(listener.remove, worker)
+            self._guard = ProcessGroupGuard(worker.pid for worker in self._workers.values())
             self._cleanup = cleanup.pop_all()
         self._supervisor = Supervisor(self._workers)
         self._running = set(self._workers)
@@ -76,6 +81,8 @@ class WorkerGroup:
     def handle(self, events: Iterable[Event] = ()) -> Outcome | None:
         """Process ``events``, exits and the time. Returns the outcome if the group has ended."""
         for event in (*events, *self._exits(), TimePassed()):
+            if isinstance(event, WorkerExited) and event.code == 0 and self.is_running:
+                self._on_success(event.rank)
             for effect in self._supervisor.handle(event, self._clock.now()):
                 match effect:
                     case SignalWorkers(ranks, signum):
@@ -111,3 +118,4 @@ class WorkerGroup:
     def close(self) -> None:
         """Kill what is left, and show the rest of the output. Idempotent."""
         self._cleanup.close()
+        self._guard.close()

@@ -11,8 +11,9 @@ The rules:
    it runs its workers again.
 6. An agent that received a signal leaves the job; the others go on without it.
 7. A worker that fails because it lost a peer or the store is most likely not the first to fail: its failure
-   counts only if no other one and no lost node is reported within the time in which a node is noticed to be
-   lost.
+   is held, and counts if the lost peer ended with success, or if all workers have ended and none failed for
+   another reason. Otherwise another failure or a lost node follows. Only the loss of an agent is noticed by
+   time: after that time, the failure counts, too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import enum
 import signal
 from dataclasses import dataclass
 
-from zmqgrad.elastic.agent.consequences import hold_seconds
+from zmqgrad.elastic.agent.consequences import lost_peer
 from zmqgrad.elastic.agent.events import (
-    AllSucceeded,
     CoordinatorEvent,
+    Exited,
     Failure,
     Joined,
     Left,
@@ -95,15 +96,16 @@ class ReportFailure:
 
 
 @dataclass(frozen=True)
-class ReportSuccess:
-    """Effect: tell the other agents that the workers of this node have succeeded."""
+class ReportExits:
+    """Effect: tell the other agents that workers of this node have ended; see :class:`Exited`."""
+
+    ranks: range
+    succeeded: bool
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Effect: wait until a lost node would have been noticed, and ``extra`` seconds, then send HoldEnded."""
-
-    extra: float
+    """Effect: wait until a lost node would have been noticed, then send HoldEnded."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Result:
     interrupted_by: int | None = None
 
 
-Effect = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | Hold | Leave | Say | Result
+Effect = Join | StartWorkers | StopWorkers | ReportFailure | ReportExits | Hold | Leave | Say | Result
 
 
 class Phase(enum.Enum):
@@ -170,6 +172,7 @@ class Lifecycle:
         self._restarts = 0
         self._failure: Failure | None = None
         self._held: GroupEnded | None = None
+        self._exits: dict[int, bool] = {}  # whether each worker of the round that ended has succeeded
         self._outcome: Outcome | None = None
         self._result: Result | None = None
 
@@ -193,8 +196,8 @@ class Lifecycle:
                 return self._on_membership(text) if self._is_current(round) else []
             case RemoteFailure(round, failure):
                 return self._on_remote_failure(failure) if self._is_current(round) else []
-            case AllSucceeded(round):
-                return self._on_all_succeeded() if self._is_current(round) else []
+            case Exited(round, rank, succeeded):
+                return self._on_exited(rank, succeeded) if self._is_current(round) else []
             case RendezvousFailed(error):
                 return self._on_rendezvous_failed(error)
             case GroupEnded():
@@ -222,6 +225,7 @@ class Lifecycle:
         self._place = place
         self._restarts = place.restarts
         self._failure = None
+        self._exits = {}
         said: list[Effect] = []
         if self._is_distributed:
             said = [Say(describe(place))]
@@ -249,8 +253,23 @@ class Lifecycle:
         self.phase = Phase.STOPPING
         return [*said, StopWorkers()]
 
-    def _on_all_succeeded(self) -> list[Effect]:
-        return self._leave(Result(0, self._outcome), close=True) if self.phase is Phase.SUCCEEDED else []
+    def _on_exited(self, rank: int, succeeded: bool) -> list[Effect]:
+        self._exits[rank] = succeeded
+        return self._check_exits()
+
+    def _check_exits(self) -> list[Effect]:
+        """End the job or the hold, if the workers of all nodes that have ended allow it."""
+        assert self._place is not None
+        all_ended = len(self._exits) == self._place.world_size
+        if self.phase is Phase.SUCCEEDED and all_ended and all(self._exits.values()):
+            return self._leave(Result(0, self._outcome), close=True)
+        if self.phase is Phase.HOLDING and self._held is not None:
+            # All agents see the exits in the same order: the node that failed first reports, the others wait.
+            first = next((rank for rank, succeeded in self._exits.items() if not succeeded), None)
+            peer = lost_peer(self._held.lines)
+            if (all_ended and first in self._place.ranks) or (peer is not None and self._exits.get(peer)):
+                return self._on_hold_ended()
+        return []
 
     def _on_rendezvous_failed(self, error: Exception) -> list[Effect]:
         match self.phase:
@@ -302,18 +321,18 @@ class Lifecycle:
         if self.phase is Phase.STOPPING:
             return self._join()
         self.phase = Phase.SUCCEEDED
-        return [ReportSuccess()]
+        return self._check_exits()
 
     def _hold(self, event: GroupEnded) -> list[Effect]:
         """Wait for the cause of a failure that looks like the consequence of another one, if it does."""
-        failed, extra = event.outcome.first_failure, hold_seconds(event.lines)
-        if extra is None or failed is None or self._place is None or self._place.num_nodes == 1:
+        failed, place = event.outcome.first_failure, self._place
+        if failed is None or place is None or place.num_nodes == 1 or lost_peer(event.lines) is None:
             return []
         self.phase, self._held = Phase.HOLDING, event
         text = (
             f"worker {failed.rank} failed because it lost a peer or the store: waiting for news of its node"
         )
-        return [Say(text), Hold(extra)]
+        return [Say(text), Hold(), ReportExits(place.ranks, succeeded=False), *self._check_exits()]
 
     def _on_hold_ended(self) -> list[Effect]:
         if self.phase is not Phase.HOLDING or self._held is None:

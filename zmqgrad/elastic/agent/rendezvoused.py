@@ -1,7 +1,8 @@
 """Agrees with the agents of other nodes through a rendezvous, and the store of each of its rounds.
 
 Keys in the store of a round: ``agent/node/<rank>``: what each agent publishes (NodeInfo); ``agent/failure``:
-the first failure; ``agent/succeeded/<rank>``; ``agent/left/<rank>``, at the end of the job.
+the first failure; ``agent/exit/<rank of a worker>``: whether it succeeded (see Exited);
+``agent/left/<rank>``, at the end of the job.
 
 One thread carries out the calls in order, because each may wait for other nodes. A second one, for each
 round, waits for changes of the rendezvous; the store's own threads call back for keys of the round.
@@ -12,12 +13,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from zmqgrad.elastic.agent.coordination import Coordinator
 from zmqgrad.elastic.agent.events import (
-    AllSucceeded,
+    Exited,
     Failure,
     Joined,
     Left,
@@ -51,7 +52,8 @@ CLOSE_SECONDS = 5.0
 
 _FAILURE = "agent/failure"
 _NODE = "agent/node/"
-_SUCCEEDED = "agent/succeeded/"
+_EXIT = "agent/exit/"
+_SUCCESS = b"succeeded"
 _LEFT = "agent/left/"
 
 
@@ -81,14 +83,12 @@ class RendezvousCoordinator(Coordinator):
         self._commands.put(lambda: self._join(restarts))
 
     def report_failure(self, failure: Failure) -> None:
-        self._commands.put(
-            lambda: self._report(lambda r: r.store.compare_set(_FAILURE, "", failure.encode()))
-        )
+        self._report_first(_FAILURE, failure.encode())
 
-    def report_success(self) -> None:
-        self._commands.put(
-            lambda: self._report(lambda r: r.store.set(f"{_SUCCEEDED}{r.place.node_rank}", ""))
-        )
+    def report_exits(self, ranks: Sequence[int], succeeded: bool) -> None:
+        value = _SUCCESS if succeeded else b"failed"
+        for rank in ranks:
+            self._report_first(f"{_EXIT}{rank}", value)
 
     def leave(self, close: bool) -> None:
         self._closing.set()
@@ -181,11 +181,15 @@ class RendezvousCoordinator(Coordinator):
                 return infos, place(infos, infos.index(published[formed.rank]), formed.round)
         return None
 
-    def _report(self, write: Callable[[_Round], object]) -> None:
+    def _report_first(self, key: str, value: str | bytes) -> None:
+        """Set ``key`` in the store of the round, unless it is set."""
+        self._commands.put(lambda: self._report(key, value))
+
+    def _report(self, key: str, value: str | bytes) -> None:
         if self._round is None:
             return
         try:
-            write(self._round)
+            self._round.store.compare_set(key, "", value)
         except StoreError as error:
             if not self._serves_rounds:
                 raise
@@ -240,8 +244,9 @@ class _Round:
         self.place = placement
         self._handler = handler
         self._rank_of = {info.node: rank for rank, info in enumerate(infos)}
+        self._workers = [place(infos, rank, placement.round).ranks for rank in range(len(infos))]
         self._post = post
-        self._succeeded: set[int] = set()
+        self._succeeded: set[int] = set()  # workers
         self._failed = False
         self._ended = threading.Event()
         self._lock = threading.Lock()  # guards _succeeded and _failed
@@ -287,12 +292,12 @@ class _Round:
             return
         if key == _FAILURE:
             self._on_failure(new)
-        elif key.startswith(_SUCCEEDED):
-            with self._lock:
-                self._succeeded.add(int(key[len(_SUCCEEDED) :]))
-                complete = len(self._succeeded) == self.place.num_nodes
-            if complete:
-                self._post(AllSucceeded(self.place.round))
+        elif key.startswith(_EXIT):
+            rank, succeeded = int(key[len(_EXIT) :]), new == _SUCCESS
+            if succeeded:
+                with self._lock:
+                    self._succeeded.add(rank)
+            self._post(Exited(self.place.round, rank, succeeded))
 
     def _on_failure(self, data: bytes) -> None:
         with self._lock:
@@ -315,7 +320,7 @@ class _Round:
     def _change(self) -> str | None:
         """What has changed about the nodes, unless a failure is the reason."""
         with self._lock:
-            succeeded = set(self._succeeded)
+            succeeded = {n for n, ranks in enumerate(self._workers) if self._succeeded.issuperset(ranks)}
         lost = [
             rank
             for node in self._handler.lost_nodes()

@@ -11,6 +11,9 @@ from zmqgrad.elastic.state_holder import RendezvousBackend, Token
 from zmqgrad.errors import RendezvousConnectionError, RendezvousStateError, StoreError
 from zmqgrad.store import Store, TCPStore
 
+DRAIN_SECONDS = 5.0
+"""How long a server that closes waits for nodes that are connected, and read that the state is retired."""
+
 _NO_STATE = b"\0"
 
 _UNANNOUNCED_SECONDS = 5.0
@@ -85,7 +88,10 @@ class StoreBackend(RendezvousBackend):
             in_use: other nodes still use the store; a server is left open for them.
         """
         if self._owned and not (in_use and self.is_host):
-            self._store.close()
+            if isinstance(self._store, TCPStore):
+                self._store.close_drained(DRAIN_SECONDS)
+            else:
+                self._store.close()
             return
         with self._errors():
             self._store.unwatch_key(self._announcements, self._on_change)

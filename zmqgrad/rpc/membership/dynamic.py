@@ -4,7 +4,8 @@ The store lists the members (:mod:`~zmqgrad.rpc.membership.registry`), and every
 a join costs each member a notification that carries the record, a loss also a query for the reason. The whole
 list is read only when joining, and for workers that are unknown here. A worker that dies cannot announce it,
 so each worker monitors the heartbeat of the one with the next higher id (and of the workers it talks to); the
-first to find another one dead evicts it for all.
+first to find another one dead evicts it for all, unless it refutes that
+(:mod:`~zmqgrad.rpc.membership.suspicion`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import threading
 
 from zmqgrad.errors import RpcTimeoutError, StoreError
 from zmqgrad.rpc.membership.descriptors import reserve_descriptors
-from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
+from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, LEFT, LEFT_AT_ONCE, Group
 from zmqgrad.rpc.membership.lookup import Lookup
 from zmqgrad.rpc.membership.registry import IsAlive, is_alive
 from zmqgrad.rpc.membership.shutdown import LOG_INTERVAL_SECONDS, drain
+from zmqgrad.rpc.membership.suspicion import Suspicions
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
@@ -31,11 +33,6 @@ STORE_TIMEOUT_SECONDS = 5.0
 
 STORE_RETRY_SECONDS = 30.0
 """How long a store that did not reply is not queried for unknown workers: calls must not wait for it."""
-
-LAST_REPLIES_GRACE_SECONDS = 0.2
-"""How long after a worker has left in order pending calls to it fail."""
-
-LEFT = "it has left the group"
 
 
 class DynamicGroup(Group):
@@ -57,6 +54,7 @@ class DynamicGroup(Group):
         self._leaving = False
         self._joined = False
         self._retry_store = Deadline.after(0.0)
+        self._suspicions = Suspicions(worker, store, self._evict, is_alive)
         self._lookup = Lookup(f"zmqgrad-{worker.name}-lookup", self._refresh_for_lookup)
 
     # ---- joining ----------------------------------------------------------------------------------------
@@ -74,6 +72,7 @@ class DynamicGroup(Group):
             self.worker.membership.update_from_store = self._update_from_store
             self.worker.start(serving=False)  # before it is published, so that no call is refused
             self._registry.watch(self._on_change)
+            self._suspicions.watch()
             self._refresh()
             self._registry.publish()
             self._joined = True
@@ -112,7 +111,7 @@ class DynamicGroup(Group):
 
     def _on_left(self, worker_id: int) -> None:
         if worker_id == self.worker.id:
-            self._log_eviction()
+            self._on_evicted()
         elif self.worker.membership.find_here(worker_id) is not None:
             self._mark_left(worker_id, self._registry.reason(worker_id))
         if self._next is None or self.worker.membership.find_here(self._next) is None:
@@ -122,9 +121,19 @@ class DynamicGroup(Group):
         if self.worker.membership.learn(record) and self._joined:
             self.worker.events.joined(record.info)
 
-    def _log_eviction(self) -> None:
-        if self._joined and not self._leaving:
-            logger.error("%s was evicted from the group by others: it must join again", self.worker.name)
+    def _on_evicted(self) -> None:
+        """All others have declared this worker lost, so they are lost here. Called with the lock held."""
+        worker = self.worker
+        if not self._joined or self._leaving:
+            return
+        reason = self._registry.reason(worker.id)
+        if reason == LEFT:
+            return
+        logger.error("%s was evicted from the group (%s): it must join again", worker.name, reason)
+        for other in worker.membership.all():
+            if other.id != worker.id:
+                self._removed.add(other.id)
+                worker.lose(other.id, f"the group has evicted {worker.name}: {reason}; it must join again")
 
     def _update_from_store(self, seconds: float | None) -> bool:
         """Query the store for a worker that is unknown or has left, unless the store did not reply lately."""
@@ -152,7 +161,7 @@ class DynamicGroup(Group):
         present, new = self._registry.read(membership.known())
         former = [r for r in membership.all() if r.id not in present and r.id != worker.id]
         if worker.id not in present:
-            self._log_eviction()
+            self._on_evicted()
         reserve_descriptors(len(present))
         for record in new:
             self._learn(record)
@@ -161,14 +170,9 @@ class DynamicGroup(Group):
         self._monitor_next()
 
     def _mark_left(self, worker_id: int, reason: str) -> None:
-        worker = self.worker
         self._removed.add(worker_id)
-        if reason == LEFT and any(call.peer == worker_id for call in worker.client.pending.all()):
-            # It has replied to all calls, but its last replies may be unread here. Its name is free already.
-            worker.membership.mark_left(worker_id)
-            worker.timer.call_later(LAST_REPLIES_GRACE_SECONDS, lambda: worker.lose(worker_id, reason))
-        else:
-            worker.lose(worker_id, reason)
+        self.worker.membership.mark_left(worker_id)  # its name is free
+        self.worker.lose(worker_id, reason)
 
     def _monitor_next(self) -> None:
         """Monitor the heartbeat of the next worker in the order of ids, so that each worker is monitored."""
@@ -186,20 +190,16 @@ class DynamicGroup(Group):
             self.worker.mailbox.unmonitor(before)  # or all would monitor worker 0, the next of the newest
 
     def _evict_later(self, peer: int) -> None:
-        """Evict a lost peer, in an engine thread: whether it lives may be known after seconds only."""
+        """Evict a lost peer, unless it refutes that: only this worker may have lost it."""
         if not self._leaving and peer not in self._removed:
-            self.worker.submit(lambda: self._evict(peer))
+            self._suspicions.accuse(peer)
 
-    def _evict(self, peer: int) -> None:
-        """Remove ``peer`` from the group for all workers, if it is certainly dead."""
+    def _evict(self, peer: int, reason: str) -> None:
+        """Remove ``peer`` from the group for all workers."""
         record = self.worker.membership.find_known(peer)
-        if record is None or self._is_alive(record):
-            return  # it left in order, or only this worker cannot reach it
-        try:
-            self._registry.evict(record, self.worker.lost.get(peer, "its process has ended"))
+        if record is not None:
+            self._registry.evict(record, reason)
             self._refresh()
-        except StoreError as e:
-            logger.warning("%s: cannot evict worker %d: %s", self.worker.name, peer, e)
 
     # ---- leaving ----------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class DynamicGroup(Group):
         if not graceful:
             try:
                 self.store.set_timeout(min(1.0, deadline.left()))
-                self._withdraw("it has left the group without finishing its calls")
+                self._withdraw(LEFT_AT_ONCE)
             except StoreError as e:
                 logger.debug("%s leaves without notifying the others: %s", self.worker.name, e)
         super().leave(graceful, deadline)
@@ -218,6 +218,7 @@ class DynamicGroup(Group):
         serving = self.worker.server.in_flight
         served = serving.all()  # the others may go on calling
         drain(self.worker, lambda until: serving.wait_ended(served, until), deadline)
+        self.worker.mailbox.flush(deadline)  # the store tells others that this worker has left: no earlier
         self._withdraw(LEFT)
         if self._served is not None:
             self._wait_for_others_to_leave(self._served, deadline)
@@ -226,6 +227,7 @@ class DynamicGroup(Group):
         self._leaving = True
         self._registry.release_name()
         self._registry.unwatch(self._on_change)
+        self._suspicions.unwatch()
         if self._joined:
             self._joined = False
             self._registry.remove(self.worker.id, reason)  # last: the store may close after this

@@ -10,6 +10,7 @@ from zmqgrad.rpc.membership.descriptors import reserve_descriptors
 from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
 from zmqgrad.rpc.membership.registry import POLL_SECONDS, check_no_dynamic_group
 from zmqgrad.rpc.membership.shutdown import ShutdownBarrier
+from zmqgrad.rpc.membership.suspicion import Suspicions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import PrefixStore, TCPStore
@@ -29,6 +30,10 @@ class FixedGroup(Group):
     def __init__(self, worker: Worker, store: PrefixStore, served: TCPStore | None = None) -> None:
         super().__init__(worker, store, served)
         self._shared = store.underlying_store
+        self._suspicions = Suspicions(worker, store)
+        # On one host no worker watches for accusations: a process that ended is certain, and one that was
+        # stopped is told by the worker that has lost it.
+        self._settle = self._suspicions.contradict
 
     def join(self, deadline: Deadline) -> None:
         """Claim name and rank, wait for all workers, and start.
@@ -59,10 +64,18 @@ class FixedGroup(Group):
         check_group(records)
         # Not earlier: peers that have all records may already send. Their messages wait in the socket.
         self.worker.start(serving=False)
+        if len({record.host for record in records}) > 1:
+            self._suspicions.watch_later()
+            self._settle = self._suspicions.accuse
+        self.worker.hooks.peer_lost.append(lambda peer, _: self._on_lost(peer))
         if self._served is None:
             self._mark_joined()
         else:
             self._others_may_be_joining = True
+
+    def _on_lost(self, peer: int) -> None:
+        if 0 not in self.worker.lost:  # it may serve the store; the barrier notices if that does not reply
+            self._settle(peer)
 
     def _withdraw(self) -> None:
         """Undo what was written, so that this process can join again through the same store."""
@@ -94,5 +107,5 @@ class FixedGroup(Group):
             )
 
     def _finish(self, deadline: Deadline) -> None:
-        ShutdownBarrier(self.worker, self.store, self._registry, self._served).run(deadline)
+        ShutdownBarrier(self.worker, self.store, self._registry, self._served, self._suspicions).run(deadline)
         self._others_may_be_joining = False  # all have called shutdown

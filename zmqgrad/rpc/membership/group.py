@@ -36,6 +36,9 @@ JOIN_TIMEOUT_SECONDS = 5.0
 HURRIED_JOIN_TIMEOUT_SECONDS = 1.0
 """The same while an exception is propagating or the interpreter exits."""
 
+LEFT = "it has left the group"
+LEFT_AT_ONCE = "it has left the group without finishing its calls"
+
 EXIT_GRACE_SECONDS = 3.0
 """How long the process of a failed program may take to end after it closed its sockets."""
 
@@ -81,6 +84,7 @@ class Group(ABC):
         self.worker = worker
         self.store = store
         self._served = served
+        self._goodbye = ""  # why this worker leaves; empty: its program ends without leaving
         self._registry = Registry(store, worker.membership.own)
 
     @abstractmethod
@@ -119,6 +123,7 @@ class Group(ABC):
         except BaseException:
             close_quietly(self, logger.warning)  # the first error is the one to report
             raise
+        self._goodbye = LEFT if graceful else LEFT_AT_ONCE
         self.close()
 
     def wait_for_lost_processes(self) -> None:
@@ -150,7 +155,7 @@ class Group(ABC):
         Raises:
             RpcError: if threads are left because user code in them does not end.
         """
-        self.worker.close()
+        self.worker.close(self._goodbye)
         self.store.close()  # ends the queries of threads that wait for the store
         left = self.worker.join(Deadline.after(timeout))
         if left:

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from zmqgrad.errors import ClosedError, RpcTimeoutError, StoreError, StoreTimeoutError
+from zmqgrad.errors import RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.membership.registry import Registry
+from zmqgrad.rpc.membership.suspicion import Suspicions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline
@@ -77,7 +78,6 @@ def drain(worker: Worker, is_idle: Callable[[Deadline], bool], deadline: Deadlin
     """
     while True:
         worker.references.flush_releases()
-        worker.ports.drain()  # a backward pass that failed may leave requests unread
         pending = worker.client.pending.all()
         for call in pending:
             call.promise.wait_done(min(deadline.left(), LOG_INTERVAL_SECONDS))
@@ -108,10 +108,19 @@ class ShutdownBarrier:
         worker: the worker that shuts down.
         store: the keys of the group.
         registry: the members of the group.
+        suspicions: which of the workers that are lost here are lost for the group.
         served: the store beneath ``store``, if this worker serves it.
     """
 
-    def __init__(self, worker: Worker, store: Store, registry: Registry, served: TCPStore | None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        store: Store,
+        registry: Registry,
+        served: TCPStore | None,
+        suspicions: Suspicions,
+    ) -> None:
+        self._suspicions = suspicions
         self._worker = worker
         self._store = store
         self._registry = registry
@@ -128,7 +137,11 @@ class ShutdownBarrier:
             StoreError: if the store does not reply.
         """
         self._store.set_timeout(min(self._patience, LOST_STORE_SECONDS, deadline.left()))
-        self._worker.hooks.peer_lost.append(lambda rank, _: self._post_on_behalf_later(rank))
+        self._suspicions.on_confirmed = self._post_on_behalf
+        self._worker.hooks.peer_lost.append(lambda rank, _: self._accuse(rank))
+        self._step = "arrived"
+        for rank in list(self._worker.lost):
+            self._accuse(rank)
         self._meet("arrived", "to call shutdown", deadline)
         self._wait_until_quiet(deadline)
         self._step = ""
@@ -170,7 +183,7 @@ class ShutdownBarrier:
         """
         self._step = step
         self._ask(lambda: self._store.compare_set(f"{step}/{self._worker.id}", "", value), deadline)
-        for rank in self._dead.union(list(self._worker.lost)):
+        for rank in self._dead.union(list(self._suspicions.confirmed)):
             self._ask(partial(self._post_on_behalf, rank), deadline)
         keys = [f"{step}/{rank}" for rank in range(self._worker.membership.world_size)]
         self._wait_for(keys, why, deadline)
@@ -223,41 +236,35 @@ class ShutdownBarrier:
             try:
                 return query()
             except StoreTimeoutError:
-                if patience.passed() or self._is_dead(0):
+                if patience.passed() or self._is_out_of_reach(0):
                     raise
 
-    def _post_on_behalf(self, rank: int) -> None:
+    def _post_on_behalf(self, rank: int, _: str = "") -> None:
         """Post for a dead worker, unless it has posted, or no worker is being waited for."""
         step = self._step
         if step:
             self._store.compare_set(f"{step}/{rank}", "", DEAD)
 
-    def _post_on_behalf_later(self, rank: int) -> None:
-        """Do so in an engine thread: the calling thread, which noticed the loss, must not block."""
-        if not self._step:
-            return
+    def _accuse(self, rank: int) -> None:
+        """Have the group decide on a worker that is lost here, while workers are waited for."""
+        if self._step:
+            self._suspicions.accuse(rank)
 
-        def post() -> None:
-            try:
-                self._post_on_behalf(rank)
-            except StoreError as e:
-                logger.debug("%s: cannot post the loss of %d to the store: %s", self._worker.name, rank, e)
-
-        try:
-            self._worker.submit(post)
-        except ClosedError:
-            logger.debug("%s left before worker %d was lost", self._worker.name, rank)
+    def _is_out_of_reach(self, rank: int) -> bool:
+        """Whether this worker can wait for nothing from that one, whatever the group decides."""
+        return rank in self._worker.lost or self._is_dead(rank)
 
     def _is_dead(self, rank: int) -> bool:
         """Whether that worker's process has ended: before all have arrived, no worker leaves in order."""
-        if rank in self._worker.lost:
+        if rank in self._suspicions.confirmed:
             return True
         endpoints = self._worker.membership.find(rank).endpoints
         if any(is_reachable(endpoint) for endpoint in endpoints):
             return False
         if all(is_on_this_host(endpoint) for endpoint in endpoints):
             return True
-        self._worker.mailbox.monitor(rank)  # between hosts the failure detector decides: see worker.lost
+        if rank not in self._worker.lost:  # otherwise the group decides
+            self._worker.mailbox.monitor(rank)  # between hosts the failure detector decides: see worker.lost
         return False
 
     # ---- step 3 -----------------------------------------------------------------------------------------
@@ -297,4 +304,4 @@ class ShutdownBarrier:
             except StoreTimeoutError:
                 if deadline.passed():
                     raise
-                waiting = {rank for rank in waiting if not self._is_dead(rank)}
+                waiting = {rank for rank in waiting if not self._is_out_of_reach(rank)}

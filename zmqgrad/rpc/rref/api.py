@@ -154,8 +154,8 @@ class RRef(SerializedByReference, Generic[T]):
         worker, owner = self._worker, self.handle.owner
         # Not in a variable: the traceback of an error would form a cycle that keeps this reference alive.
         value: T = worker.decode(
-            worker.wait(
-                worker.request(
+            worker.send_and_wait(
+                lambda: worker.request(
                     owner, message, seconds=seconds, description="to_here", keepalive=self.handle, waits=True
                 )
             )

@@ -66,7 +66,9 @@ def sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> 
     """Call method ``name`` of the value and return its result."""
     worker = rref._worker
     with caller_range("sync", worker, rref.handle.owner, name):
-        return worker.decode(worker.wait(_call_method(rref, timeout, name, args, kwargs, waits=True)))
+        return worker.decode(
+            worker.send_and_wait(lambda: _call_method(rref, timeout, name, args, kwargs, waits=True))
+        )
 
 
 def asynchronous(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:

@@ -10,15 +10,16 @@ Its finalizer appends to a deque and, for the first of a batch, posts to the tim
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from zmqgrad.errors import PeerLostError, RpcError, RRefError
+from zmqgrad.errors import NotInitializedError, PeerLostError, RpcError, RRefError, TransportError
+from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.core import WorkerCore
-from zmqgrad.rpc.reliable import ReliableSender
 from zmqgrad.rpc.rref.handle import Handle
 from zmqgrad.rpc.rref.protocol import (
     DropValue,
@@ -42,13 +43,14 @@ from zmqgrad.wire.messages import (
     RRefUserDelete,
 )
 
+logger = logging.getLogger(__name__)
+
 FLUSH_SECONDS = 0.02
 """How long deleted references are collected before each owner gets them in one message."""
 
 ORPHAN_GRACE_SECONDS = 30.0
 """How long the forks of a lost worker stay registered, and those that were sent to it. References that it
-passed on may still be on their way to be registered: a request is sent as soon as the reference is unpickled,
-and sent again after 5 and 15 s."""
+passed on may still be about to be registered, which is requested as soon as the reference is unpickled."""
 
 
 class ReferenceTable:
@@ -70,14 +72,15 @@ class ReferenceTable:
         self._ids = IdSource(worker.id)  # own counter: ids shown to users count references, not messages
         self.make_rref: Callable[[Handle], Any] = lambda handle: handle
 
-    def connect(self, sender: ReliableSender, reply: Callable[[Inbound, Message], None]) -> None:
+    def connect(self, request: Callable[..., PendingCall], reply: Callable[[Inbound, Message], None]) -> None:
         """Handle the control messages of RRefs from now on: they are quick, and never queue behind user code.
 
         Args:
-            sender: sends those of this worker.
+            request: sends one of this worker (:meth:`~zmqgrad.rpc.client.Client.request`). It arrives once,
+                unless one of the two workers is lost.
             reply: sends the reply to one.
         """
-        self._sender = sender
+        self._request = request
         self._reply = reply
         control = self._worker.hooks.control
         control[MessageType.RREF_FORK_REQUEST] = self._on_fork_request
@@ -214,6 +217,19 @@ class ReferenceTable:
         self._carry_out(effects)
         return self.make_rref(Handle(self, rref_id, fork_id, owner, None, type_name))
 
+    def register(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
+        """Request the registration of forks that have arrived in a message, which may be read much later.
+
+        Otherwise their value might be dropped meanwhile, if the worker that sent them is lost.
+        """
+        for owner, rref_id, fork_id, parent in forks:
+            # An owner that is unknown here would have to be looked up, for which the reader must not wait.
+            if owner != self._worker.id and self._worker.membership.find_known(owner) is not None:
+                with self._lock:
+                    lost = owner in self._lost
+                    effects = [] if lost else self._user.import_fork(rref_id, fork_id, owner, parent)
+                self._carry_out(effects)
+
     def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
         """Release forks that arrived in a message that nobody will read."""
         for owner, rref_id, fork_id, parent in forks:
@@ -292,7 +308,7 @@ class ReferenceTable:
     def _carry_out(self, effects: list[Effect]) -> None:
         deletes: dict[int, list[tuple[int, int]]] = {}
         dropped: list[Promise[Any]] = []
-        send = self._sender.send
+        send = self._send
         for effect in effects:
             if isinstance(effect, SendDelete):
                 deletes.setdefault(effect.owner, []).append((effect.rref_id, effect.fork_id))
@@ -312,6 +328,20 @@ class ReferenceTable:
             # Freeing a value may run a user's __del__, which must not run in the receiver's thread.
             self._worker.pool.submit(dropped.clear)
 
+    def _send(self, peer: int, message: Message, on_ack: Callable[[], None] | None = None) -> None:
+        """Send a control message, except after close. ``on_ack`` is called when it is acknowledged."""
+
+        def on_done(promise: Promise[Inbound]) -> None:
+            if on_ack is not None and promise.exception() is None:
+                on_ack()
+
+        if self._closed:
+            return
+        try:
+            self._request(peer, message, description=type(message).__name__, on_done=on_done)
+        except (TransportError, NotInitializedError, PeerLostError) as e:
+            logger.debug("%s: cannot send %s to worker %d: %s", self._worker.name, message, peer, e)
+
     def _deleted(self, forks: list[tuple[int, int]]) -> None:
         with self._lock:
             for _, fork_id in forks:
@@ -326,7 +356,6 @@ class ReferenceTable:
     def close(self) -> None:
         """Drop all references and values."""
         self._closed = True
-        self._sender.close()
         with self._lock:
             self._user = UserForks()
         self._owned.close()

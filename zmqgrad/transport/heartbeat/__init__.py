@@ -1,11 +1,11 @@
-"""Heartbeats between workers, on sockets of their own, in a thread named ``<name>-liveness``.
+"""Heartbeats between workers, on sockets of their own, in the worker's service thread.
 
 On a separate connection a ping never waits behind a large message, and the kernel reports what libzmq does
 not: that the peer process has ended, or that its host is unreachable.
 :mod:`~zmqgrad.transport.heartbeat.failure_detector` decides what that means.
 
 Each worker monitors its peers (:mod:`~zmqgrad.transport.heartbeat.monitor`) and replies to their pings
-(:mod:`~zmqgrad.transport.heartbeat.server`) in that one thread. :mod:`~zmqgrad.transport.heartbeat.protocol`
+(:mod:`~zmqgrad.transport.heartbeat.server`). :mod:`~zmqgrad.transport.heartbeat.protocol`
 describes the protocol.
 """
 

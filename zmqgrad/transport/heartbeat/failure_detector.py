@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.local import unix_name
+from zmqgrad.transport.local import is_listening
+from zmqgrad.transport.local.channels import channel_endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class FailureDetector:
         self.suspected = False
         self.last_reply_at = now
         self._suspect_after = suspect_after
-        self._frozen = frozen
+        self._frozen = max(frozen, 2 * self.interval) if frozen else 0.0  # one ping may be under way
         self.silence = 0.0
         self._ticked = now
 
@@ -105,10 +106,15 @@ class FailureDetector:
             return LivenessChange.RECOVERED
         return LivenessChange.NOTHING
 
+    def restart(self, now: float) -> None:
+        """Counts silence from now on: nothing could be sent to the peer."""
+        self.silence, self._ticked = 0.0, now
+
     def tick(self, now: float) -> LivenessChange:
         """Updates the silence. All replies that arrived before ``now`` must have been recorded."""
-        # A running thread ticks twice in this time: anything beyond means that this thread was stopped.
-        self.silence += min(now - self._ticked, 2 * self.interval)
+        # A running thread ticks in this time. Anything beyond means that this thread was stopped, and sent no
+        # ping that the peer could have replied to.
+        self.silence += min(now - self._ticked, self.interval)
         self._ticked = now
         if self._frozen and self.silence >= self._frozen:
             return LivenessChange.FROZEN
@@ -143,9 +149,7 @@ def is_reachable(endpoint: str, refused_seconds: float = 0.0) -> bool:
     An endpoint of another host counts as unreachable after it refused connections for ``refused_seconds``.
     """
     if endpoint.startswith("ipc://"):
-        with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            return probe.connect_ex(unix_name(endpoint)) == 0
+        return is_listening(channel_endpoint(endpoint))
     scheme, _, address = endpoint.partition("://")
     if scheme not in ("tcp", "heartbeat"):
         return True

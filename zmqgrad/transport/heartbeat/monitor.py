@@ -6,21 +6,20 @@ that only lost its connection, and from an unreachable host.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import math
 import os
-import selectors
 import socket as sockets
-import threading
 import weakref
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
-from zmqgrad.transport.base import OnLost, OnSuspected
+from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.polling import READ
+from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.transport.base import OnSuspected
 from zmqgrad.transport.heartbeat.failure_detector import (
     RETRY_SECONDS,
     FailureDetector,
@@ -30,7 +29,7 @@ from zmqgrad.transport.heartbeat.failure_detector import (
     host_and_port,
     is_on_this_host,
 )
-from zmqgrad.transport.heartbeat.protocol import PING, PINGS_AT_ONCE, SCHEME, TOKEN_SIZE, read, write
+from zmqgrad.transport.heartbeat.protocol import PING, PINGS_AT_ONCE, SCHEME, TOKEN_SIZE, write
 from zmqgrad.transport.heartbeat.server import HeartbeatListener, HeartbeatServer
 from zmqgrad.transport.local import unix_name
 from zmqgrad.transport.tap import OnHeartbeat
@@ -58,12 +57,16 @@ class _Peer:
         self.next_due = 0.0  # when to ping or to connect next, by the monitor's clock
 
 
+OnLost = Callable[[int, str, bool], None]
+"""Called with a lost peer, the reason, and whether its process has ended on this host; must not block."""
+
+
 class HeartbeatMonitor:
-    """Monitors peers, and replies to the heartbeats of others, in one thread.
+    """Monitors peers, and replies to the heartbeats of others, in the thread of ``service``.
 
     Args:
         listener: where other workers connect; closed with the monitor.
-        lost: called with a lost peer and the reason, in the thread of the monitor; must not block.
+        lost: called with a lost peer.
         suspected: called with a peer and its seconds of silence; 0 once it replies again.
         on_heartbeat: returns what to call with each heartbeat; None: nothing.
     """
@@ -72,96 +75,70 @@ class HeartbeatMonitor:
         self,
         name: str,
         listener: HeartbeatListener,
+        service: ServiceThread,
         lost: OnLost,
         suspected: OnSuspected,
         timeouts: LivenessTimeouts = LivenessTimeouts(),  # noqa: B008 (immutable)
         clock: Clock = MONOTONIC,
         on_heartbeat: Callable[[], OnHeartbeat | None] = lambda: None,
     ) -> None:
+        self._name = f"{name}-liveness"
         self._on_heartbeat = on_heartbeat
+        self._service = service
         self._lost = lost
         self._suspected = suspected
         self._timeouts = timeouts
         self._clock = clock
-        # (peer, address) to monitor a peer, (peer, None) to forget it, None to stop.
-        self._commands: SimpleQueue[tuple[int, str | None] | None] = SimpleQueue()
-        self._wake, self._woken = sockets.socketpair()
-        self._wake.setblocking(False)
-        self._woken.setblocking(False)
-        self._selector = selectors.DefaultSelector()
+        self._wanted: dict[int, str | None] = {}  # by peer, its address, or None to forget it
         # Used by the thread only from here on.
         self._peers: dict[int, _Peer] = {}
-        self._server = HeartbeatServer(f"{name}-liveness", listener, self._selector, clock)
+        self._armed_at = math.inf  # when _do_due is called next
+        self._ended: Promise[None] = Promise()
+        self._closed = False
+        self._server = HeartbeatServer(self._name, listener, service)
         _monitors.add(self)
-        self._thread = threading.Thread(target=self._run, name=f"{name}-liveness", daemon=True)
-        self._thread.start()
+        service.call_soon(self._server.start)
 
     def watch(self, peer: int, address: str) -> None:
         """Monitors ``peer`` at its heartbeat endpoint ``address``. No effect if it is monitored already."""
-        self._enqueue((peer, address))
+        self._want(peer, address)
 
     def forget(self, peer: int) -> None:
         """Stops monitoring ``peer``."""
-        self._enqueue((peer, None))
+        self._want(peer, None)
+
+    def _want(self, peer: int, address: str | None) -> None:
+        # The last for each peer counts: connecting to one that was forgotten and has ended would be a loss.
+        self._wanted[peer] = address
+        self._service.call_soon(self._update)
 
     def close(self) -> None:
-        """Stops monitoring and replying. Idempotent."""
-        self._enqueue(None)
+        """Stops monitoring and replying. Idempotent. The service must run until :meth:`join` returns."""
+        self._service.call_soon(self._close)
 
-    def _enqueue(self, command: tuple[int, str | None] | None) -> None:
-        self._commands.put(command)
-        try:
-            self._wake.send(b"!")
-        except OSError as e:  # full: the thread is awake; closed: it has ended
-            logger.debug("no need to wake %s: %s", self._thread.name, e)
-
-    def join(self, deadline: Deadline) -> list[str]:
-        """Waits for the thread to end. Returns its name if it has not by ``deadline``."""
-        if self._thread is not threading.current_thread():
-            self._thread.join(deadline.timeout())
-        return [self._thread.name] if self._thread.is_alive() else []
+    def join(self, deadline: Deadline) -> bool:
+        """Waits until nothing is monitored. Returns whether that happened by ``deadline``."""
+        return self._ended.wait_done(deadline.timeout())
 
     # ---- the thread -------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        select = self._selector
-        select.register(self._woken, selectors.EVENT_READ, self._run_commands)
-        self._server.start()
-        self._running = True
-        try:
-            while self._running:
-                ready = [key for key, _ in select.select(self._seconds_to_next())]
-                # Commands first: a peer that was forgotten before it ended is not reported as lost.
-                for key in sorted(ready, key=lambda key: key.fileobj is not self._woken):
-                    handle: Callable[[Any], None] = key.data
-                    handle(key.fileobj)
-                self._do_due(self._clock.now())
-        except Exception:
-            logger.exception("%s has ended: peers that die will be missed", self._thread.name)
-        finally:
-            self.close_sockets()
-            select.close()
+    def _close(self) -> None:
+        self._closed = True
+        self._server.close()
+        for watched in list(self._peers.values()):
+            self._drop(watched)
+        self._ended.set_result(None)
 
     def close_sockets(self) -> None:
         """Closes all sockets in this process (in a fork: its copies)."""
-        for own in (self._server, self._wake, self._woken):
-            own.close()
+        self._server.close_sockets()
         for watched in self._peers.values():
             if watched.socket is not None:
                 watched.socket.close()
 
-    def _run_commands(self, woken: sockets.socket) -> None:
-        read(woken)
-        # The last one for each peer: connecting to one that was forgotten and has ended would report a loss.
-        latest: dict[int, str | None] = {}
-        with contextlib.suppress(Empty):
-            while True:
-                command = self._commands.get_nowait()
-                if command is None:
-                    self._running = False
-                    return
-                latest[command[0]] = command[1]
-        for peer, address in latest.items():
+    def _update(self) -> None:
+        while self._wanted and not self._closed:
+            peer, address = self._wanted.popitem()
             known = self._peers.get(peer)
             if known is not None and known.address == address:
                 continue
@@ -173,17 +150,24 @@ class HeartbeatMonitor:
                 detector = FailureDetector(suspect_after, self._timeouts.frozen, self._clock.now())
                 watched = self._peers[peer] = _Peer(peer, address, detector)
                 self._connect(watched)
+        self._arm()
+
+    def _arm(self) -> None:
+        """Schedules the next ping or attempt to connect."""
+        due = min([watched.next_due for watched in self._peers.values()], default=math.inf)
+        if due < self._armed_at:
+            self._armed_at = due
+            self._service.call_later(max(0.0, due - self._clock.now()), self._do_due)
 
     # ---- watching ---------------------------------------------------------------------------------------
 
-    def _seconds_to_next(self) -> float | None:
-        due = min([c.next_due for c in self._peers.values()], default=math.inf)
-        due = min(due, self._server.next_due())
-        return None if due == math.inf else max(0.0, due - self._clock.now())
-
-    def _do_due(self, now: float) -> None:
-        self._server.do_due(now)
+    def _do_due(self) -> None:
+        self._armed_at = math.inf
+        now = self._clock.now()
         for watched in [c for c in self._peers.values() if c.next_due <= now]:
+            self._read(watched)  # this thread may have been stopped: replies come before judgement
+            if self._peers.get(watched.peer) is not watched:
+                continue
             watched.next_due = now + watched.detector.interval
             change = watched.detector.tick(now)
             silent = now - watched.detector.last_reply_at
@@ -204,6 +188,7 @@ class HeartbeatMonitor:
             else:
                 write(watched.socket, PING)  # an error shows at the next read
                 self._record(watched.peer, True)
+        self._arm()
 
     def _record(self, peer: int, outgoing: bool) -> None:
         """Shows a heartbeat to what traces them."""
@@ -235,13 +220,15 @@ class HeartbeatMonitor:
                 )
                 self._set_tcp_timeout(opened)
         except OSError as e:
-            logger.warning("%s cannot watch worker %d: %s", self._thread.name, watched.peer, e)
+            logger.warning("%s cannot watch worker %d: %s", self._name, watched.peer, e)
+            # This process has no descriptor, which is no fault of the peer.
+            watched.detector.restart(self._clock.now())
             return
         opened.setblocking(False)
         watched.socket = opened
         error = opened.connect_ex(target)
         if error in (0, errno.EINPROGRESS):
-            self._selector.register(opened, selectors.EVENT_READ, lambda _: self._on_readable(watched))
+            self._service.watch(opened.fileno(), READ, lambda _: self._on_readable(watched))
         else:
             self._on_broken(watched, error, connecting=True)
 
@@ -255,6 +242,10 @@ class HeartbeatMonitor:
 
     def _on_readable(self, watched: _Peer) -> None:
         """Handles data from a peer: the token, a reply, or the end of the connection."""
+        self._read(watched)
+        self._arm()
+
+    def _read(self, watched: _Peer) -> None:
         if watched.socket is None:
             return
         try:
@@ -284,7 +275,7 @@ class HeartbeatMonitor:
         if error == errno.ECONNREFUSED or (watched.local and error == errno.ENOENT):
             if watched.on_this_host:
                 refused = "" if watched.local else f", as {_endpoint(watched)} refuses connections"
-                self._lose(watched, f"its process has ended{refused}")
+                self._lose(watched, f"its process has ended{refused}", ended=True)
             elif (seconds := watched.refusals.refused(now)) >= self._timeouts.refused:
                 self._lose(
                     watched,
@@ -304,24 +295,23 @@ class HeartbeatMonitor:
     def _disconnect(self, watched: _Peer) -> None:
         opened, watched.socket = watched.socket, None
         if opened is not None:
-            if opened in self._selector.get_map():
-                self._selector.unregister(opened)
+            self._service.unwatch(opened.fileno())
             opened.close()
 
     def _drop(self, watched: _Peer) -> None:
         self._disconnect(watched)
         del self._peers[watched.peer]
 
-    def _lose(self, watched: _Peer, why: str) -> None:
+    def _lose(self, watched: _Peer, why: str, *, ended: bool = False) -> None:
         self._drop(watched)
         silent = self._clock.now() - watched.detector.last_reply_at
-        self._notify(self._lost, watched.peer, f"{why} (last heard of {silent:.1f} s before)")
+        self._lost(watched.peer, f"{why} (last heard of {silent:.1f} s before)", ended)
 
-    def _notify(self, callback: Callable[[int, Any], None], peer: int, what: Any) -> None:
+    def _notify(self, callback: OnSuspected, peer: int, seconds: float) -> None:
         try:
-            callback(peer, what)
+            callback(peer, seconds)
         except Exception:
-            logger.exception("the callback for worker %d (%s) failed", peer, what)
+            logger.exception("the callback for worker %d (silent for %.1f s) failed", peer, seconds)
 
 
 def _endpoint(watched: _Peer) -> str:

@@ -8,15 +8,15 @@ again, which is proof of life enough. On one host only processes of the same use
 from __future__ import annotations
 
 import logging
-import math
 import resource
 import secrets
-import selectors
 import socket as sockets
+from functools import partial
 from typing import Any
 
 from zmqgrad.errors import TransportError
-from zmqgrad.runtime.clock import Clock
+from zmqgrad.runtime.polling import READ
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.bind_policy import bind_in_range, tcp_address
 from zmqgrad.transport.heartbeat.protocol import PINGS_AT_ONCE, SCHEME, SUFFIX, TOKEN_SIZE, read, write
 from zmqgrad.transport.local import is_same_user, unix_name
@@ -40,12 +40,13 @@ class HeartbeatListener:
         TransportError: if it cannot listen.
     """
 
-    def __init__(self, ipc_endpoint: str, tcp_host: str | None, advertised: str | None = None) -> None:
+    def __init__(self, ipc_endpoint: str | None, tcp_host: str | None, advertised: str | None = None) -> None:
         self.token = secrets.token_bytes(TOKEN_SIZE)
         self.sockets: list[sockets.socket] = []
         self.endpoint: str | None = None
         try:
-            self._listen(sockets.AF_UNIX, unix_name(ipc_endpoint + SUFFIX))
+            if ipc_endpoint is not None:
+                self._listen(sockets.AF_UNIX, unix_name(ipc_endpoint + SUFFIX))
             if tcp_host is not None:
                 family = sockets.AF_INET6 if ":" in tcp_host else sockets.AF_INET
                 listening = bind_in_range(lambda port: self._listen(family, (tcp_host, port)))
@@ -53,7 +54,7 @@ class HeartbeatListener:
                 self.endpoint = f"{shown.replace('tcp://', SCHEME)}/{self.token.hex()}"
         except (OSError, TransportError) as e:
             self.close()
-            raise TransportError(f"cannot listen for heartbeats beside {ipc_endpoint}: {e}") from e
+            raise TransportError(f"cannot listen for heartbeats: {e}") from e
 
     def _listen(self, family: int, address: Any) -> sockets.socket:
         listening = sockets.socket(family, sockets.SOCK_STREAM)
@@ -76,27 +77,24 @@ class HeartbeatListener:
 
 
 class HeartbeatServer:
-    """Accepts the connections of peers at ``listener`` and returns their pings.
+    """Accepts the connections of peers at ``listener``, and returns their pings, in the service thread."""
 
-    Everything but the constructor is called in one thread, which calls the data that ``selector`` has for a
-    readable socket, with that socket.
-    """
-
-    def __init__(
-        self, name: str, listener: HeartbeatListener, selector: selectors.BaseSelector, clock: Clock
-    ) -> None:
+    def __init__(self, name: str, listener: HeartbeatListener, service: ServiceThread) -> None:
         self._name = name
         self._listener = listener
-        self._selector = selector
-        self._clock = clock
+        self._service = service
         self._peers: dict[sockets.socket, None] = {}  # oldest first
         self._most = _max_peers()
-        self._paused: dict[sockets.socket, float] = {}  # listening sockets, and when to resume
+        self._closed = False
 
     def start(self) -> None:
         """Starts to accept connections."""
         for listening in self._listener.sockets:
-            self._selector.register(listening, selectors.EVENT_READ, self._accept)
+            self._listen(listening)
+
+    def _listen(self, listening: sockets.socket) -> None:
+        if not self._closed:
+            self._service.watch(listening.fileno(), READ, lambda _: self._accept(listening))
 
     def _accept(self, listening: sockets.socket) -> None:
         try:
@@ -105,8 +103,8 @@ class HeartbeatServer:
             return
         except OSError as e:  # the process has no more file descriptors: peers must wait
             logger.warning("%s cannot accept: %s", self._name, e)
-            self._selector.unregister(listening)
-            self._paused[listening] = self._clock.now() + PAUSE_SECONDS
+            self._service.unwatch(listening.fileno())
+            self._service.call_later(PAUSE_SECONDS, partial(self._listen, listening))
             return
         if peer.family == sockets.AF_UNIX and not is_same_user(peer):
             peer.close()
@@ -115,7 +113,7 @@ class HeartbeatServer:
             self._disconnect(next(iter(self._peers)))
         peer.setblocking(False)
         self._peers[peer] = None
-        self._selector.register(peer, selectors.EVENT_READ, self._echo)
+        self._service.watch(peer.fileno(), READ, lambda _: self._echo(peer))
         write(peer, self._listener.token)
 
     def _echo(self, peer: sockets.socket) -> None:
@@ -128,22 +126,19 @@ class HeartbeatServer:
             self._disconnect(peer)
 
     def _disconnect(self, peer: sockets.socket) -> None:
-        self._selector.unregister(peer)
+        self._service.unwatch(peer.fileno())
         del self._peers[peer]
         peer.close()
 
-    def next_due(self) -> float:
-        """Returns when :meth:`do_due` must be called next; infinite if never."""
-        return min(self._paused.values(), default=math.inf)
-
-    def do_due(self, now: float) -> None:
-        """Resumes the listening sockets whose pause is over."""
-        for listening in [s for s, at in self._paused.items() if at <= now]:
-            del self._paused[listening]
-            self._selector.register(listening, selectors.EVENT_READ, self._accept)
-
     def close(self) -> None:
         """Closes all connections and listening sockets. Idempotent."""
+        self._closed = True
+        for open_socket in (*self._listener.sockets, *self._peers):
+            self._service.unwatch(open_socket.fileno())
+        self.close_sockets()
+
+    def close_sockets(self) -> None:
+        """Closes all sockets in this process (in a fork: its copies)."""
         self._listener.close()
         for peer in self._peers:
             peer.close()

@@ -1,13 +1,14 @@
-"""The fast path between processes of one host and user: small messages by ``SOCK_SEQPACKET``, past libzmq.
+"""Local connections: between processes of one host and user, by ``SOCK_SEQPACKET``, past libzmq.
 
 libzmq passes every message to an I/O thread, which wakes the reader: the two wake-ups cost more than the
-message. So messages of one frame and at most :data:`MAX_PACKET_BYTES` use a Unix socket beside the ROUTER.
-The kernel preserves message boundaries and reports the peer's user (``SO_PEERCRED``): no framing is needed.
+message. A Unix socket preserves message boundaries, and the kernel reports the peer's user (``SO_PEERCRED``):
+no framing is needed. It is reliable and ordered; what a process has sent can be read after its end.
 
 The reader of a process polls a :class:`LocalListener`. A thread that waits for a reply may own a
 :class:`~zmqgrad.transport.local.channels.ReplyChannel` and read the reply itself. Sends never block: what the
-kernel does not accept, :class:`~zmqgrad.transport.local.writer.BacklogWriter` sends later. Mailboxes and the
-store use the same classes. Where the fast path is not :func:`supported`, everything uses ZeroMQ.
+kernel does not accept waits in the connection until it does. Tensors are in shared memory, whose descriptors
+are sent, too. Mailboxes and the store use the same classes. Where this is not :func:`supported`, everything
+uses ZeroMQ.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from zmqgrad.transport.local.connection import (
     LocalConnection,
     can_connect,
     connect,
+    is_listening,
     is_same_user,
     supported,
     unix_name,
@@ -32,6 +34,7 @@ __all__ = [
     "can_connect",
     "check_can_open",
     "connect",
+    "is_listening",
     "is_same_user",
     "supported",
     "unix_name",

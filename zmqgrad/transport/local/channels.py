@@ -7,30 +7,40 @@ few channels, and only peers of this host can use them. A thread without a chann
 receiver, as does one whose reply is not one small packet.
 
 Other events that end the wait (a reply at the receiver, a lost peer, a shutdown) wake the channel.
+
+A channel is a path of the links of those that have replied to it (:mod:`zmqgrad.transport.endpoint`). While
+its owner waits, only the owner reads it; when a link ends meanwhile, the owner finds the end of its
+connection behind the last reply. While the owner does something else, the reader reads in its place.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from zmqgrad.runtime.polling import SPENT, Wakeup, to_milliseconds
 from zmqgrad.runtime.spinning import SpinBudget, Spinner
 from zmqgrad.transport.base import Inbound
-from zmqgrad.transport.local.listener import LocalListener
-from zmqgrad.transport.polling import to_milliseconds
+from zmqgrad.transport.local.connection import LocalConnection
+from zmqgrad.transport.local.listener import Arrival, LocalListener
 
 logger = logging.getLogger(__name__)
 
 MAX_CHANNELS = 8
 """How many threads of a worker can use channels at a time."""
 
-Decode = Callable[[bytes], "Inbound | None"]
+MAX_NUMBER = 255
+"""Numbers of channels are not used again: a peer that has seen the end of one sends to the receiver."""
+
+Decode = Callable[[bytes, LocalConnection], "Inbound | None"]
 """Decodes a packet; returns None if it is malformed, which is counted."""
+
+Listen = Callable[..., LocalListener]
+"""(endpoint, poll) -> a listener there."""
 
 
 def channel_endpoint(endpoint: str, number: int = 0) -> str:
@@ -39,7 +49,7 @@ def channel_endpoint(endpoint: str, number: int = 0) -> str:
 
 
 class ReplyChannel:
-    """One channel, used by one thread at a time.
+    """One channel, used by one thread at a time, its owner.
 
     Raises:
         OSError: if it cannot listen.
@@ -48,59 +58,120 @@ class ReplyChannel:
     def __init__(
         self,
         number: int,
-        listen: Callable[[str, select.poll], LocalListener],
+        listen: Listen,
         endpoint: str,
         decode: Decode,
-        free: Callable[[ReplyChannel], None],
+        channels: ReplyChannels,
+        on_path_closed: Callable[[LocalConnection], None],
+        on_settled: Callable[[ReplyChannel], None],
         budget: SpinBudget,
     ) -> None:
         self.number = number
+        self._on_settled = on_settled
+        self._in_hand = False  # the owner handles a message that it has received
         self._spinner = Spinner(budget)
         self._decode = decode
-        self.release: Callable[[], None] = partial(free, self)
+        self._on_path_closed = on_path_closed
+        self.release: Callable[[], None] = partial(channels.take_back, self)
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
-        self._arrived: deque[bytes] = deque()
+        self._drop: Callable[[], None] = partial(channels.drop, self)
+        self._reading = (
+            threading.Lock()
+        )  # held while the owner waits, and while the reader reads in its place
+        self._arrived: deque[Arrival] = deque()
         self._poll = select.poll()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        try:
-            self._listener = listen(channel_endpoint(endpoint, number), self._poll)
-        except OSError:
-            os.close(self._wakeup)
-            raise
-        self._poll.register(self._wakeup, select.POLLIN)
+        self._wakeup = Wakeup()
+        self._listener = listen(channel_endpoint(endpoint, number), self._poll)
+        self._listener.on_resumed = self._on_resumed
+        self._poll.register(self._wakeup.fd, select.POLLIN)
+
+    def _on_resumed(self) -> None:
+        """A descriptor is polled again, which a poll under way does not notice. From any thread."""
+        self.wake()
+        self._on_settled(self)
 
     def receive(self, seconds: float | None) -> Inbound | None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
+        with self._reading:
+            self._in_hand = False
+            while self._wait(seconds):
+                packet, connection = self._arrived.popleft()
+                if packet:
+                    self._in_hand = True
+                    return self._decode(packet, connection)
+                self._on_path_closed(connection)
+        self._on_settled(self)  # a link may have begun to end meanwhile, whose end is still to be read here
+        return None
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Waits until something has arrived. Returns False after ``seconds``, or a wake-up without."""
         while not self._arrived:
             ready = self._spinner.spin(self._poll.poll) or self._poll.poll(to_milliseconds(seconds))
-            over = not ready
-            for fd, _ in ready:
-                if fd == self._wakeup:
-                    os.eventfd_read(fd)
-                    over = True
-                else:
+            if self._read(ready) and not self._arrived:
+                return False
+        return True
+
+    def _read(self, ready: list[tuple[int, int]]) -> bool:
+        """Reads what is ready. Returns whether the time was over, or a wake-up arrived."""
+        over = not ready
+        for fd, _ in ready:
+            if fd == self._wakeup.fd:
+                self._wakeup.clear()
+                over = True
+            else:
+                self._arrived.extend(self._listener.read(fd))
+        return over
+
+    def settle(self) -> None:
+        """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
+        self._in_hand = False
+        self._on_settled(self)
+
+    def take_arrived(self) -> list[Arrival]:
+        """Returns all that has arrived, to be handled by the calling thread.
+
+        Nothing while the owner waits, or handles a message that has arrived before.
+        """
+        if not self._reading.acquire(blocking=False):
+            return []
+        try:
+            if self._in_hand or not self._listener.is_open:
+                return []
+            while fds := [fd for fd, _ in self._poll.poll(0) if fd != self._wakeup.fd]:
+                for fd in fds:
                     self._arrived.extend(self._listener.read(fd))
-            if over and not self._arrived:
-                return None
-        return self._decode(self._arrived.popleft())
+            arrived = list(self._arrived)
+            self._arrived.clear()
+            return arrived
+        finally:
+            self._reading.release()
+
+    def abandon(self, handle: Callable[[Inbound], None]) -> None:
+        """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
+        with self._reading:
+            self._in_hand = False
+            for connection in self._listener.stop():  # nothing more arrives
+                while not self._arrived or self._arrived[-1] != (b"", connection):
+                    self._arrived.extend(self._listener.read(connection.fd))
+            arrived = list(self._arrived)
+            self._arrived.clear()
+        for packet, connection in arrived:
+            if not packet:
+                self._on_path_closed(connection)
+            elif (inbound := self._decode(packet, connection)) is not None:
+                handle(inbound)
+        self._drop()
 
     def wake(self) -> None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
-        os.eventfd_write(self._wakeup, 1)
+        self._wakeup.set()
 
     def close(self) -> None:
         """Called by :class:`ReplyChannels` for a channel that no thread uses."""
-        self._listener.close()
-        self.release = _nothing  # breaks a reference cycle that would delay __del__
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # Not in close(): another thread may be about to wake this, and the number could be reused.
-        # `close` is bound as a default: while the interpreter ends, globals of modules become None.
-        if hasattr(self, "_listener"):
-            try:
-                close(self._wakeup)
-            except OSError:
-                return  # the program has closed all file descriptors
+        with self._reading:
+            self._listener.close()
+        self._wakeup = SPENT
+        self.release = self._drop = _nothing  # breaks reference cycles
 
 
 def _nothing() -> None:
@@ -113,21 +184,29 @@ class ReplyChannels:
     Args:
         endpoint: the mailbox's ipc address, from which those of the channels are derived.
         listen: creates a listener at an endpoint, for a poll.
+        on_path_closed: called with a connection that has ended, behind its last packet.
+        on_settled: called with a channel whose owner has left, or does something else than to receive.
         budget: how long the threads of this mailbox spin.
     """
 
     def __init__(
         self,
         endpoint: str,
-        listen: Callable[[str, select.poll], LocalListener],
+        listen: Listen,
         decode: Decode,
+        on_path_closed: Callable[[LocalConnection], None],
+        on_settled: Callable[[ReplyChannel], None],
         budget: SpinBudget,
     ) -> None:
         self._endpoint = endpoint
         self._listen = listen
         self._decode = decode
+        self._on_path_closed = on_path_closed
+        self._on_settled = on_settled
+        self._all: list[ReplyChannel] = []
         self._spin_budget = budget
-        self._lock = threading.Lock()  # guards all below
+        # Guards all below. Reentrant, as a finalizer of a port that was forgotten releases its channel.
+        self._lock = threading.RLock()
         self._free: list[ReplyChannel] = []
         self._made = 0
         self._open = 0
@@ -140,38 +219,52 @@ class ReplyChannels:
             if self._free:
                 self._spin_budget.waiting += 1
                 return self._free.pop()
-            if self._closed or self._made >= MAX_CHANNELS:
+            if self._closed or self._open >= MAX_CHANNELS or self._made >= MAX_NUMBER:
                 return None
             self._made += 1
             try:
                 channel = ReplyChannel(
-                    self._made, self._listen, self._endpoint, self._decode, self._take_back, self._spin_budget
+                    self._made,
+                    self._listen,
+                    self._endpoint,
+                    self._decode,
+                    self,
+                    self._on_path_closed,
+                    self._on_settled,
+                    self._spin_budget,
                 )
             except OSError as e:
-                self._made = MAX_CHANNELS  # it would fail again
+                self._made = MAX_NUMBER  # it would fail again
                 logger.debug("no more reply channels: %s", e)
                 return None
+            self._all.append(channel)
             self._open += 1
             self._spin_budget.waiting += 1
             return channel
 
-    def acquire_idle(self) -> list[ReplyChannel]:
-        """Acquires all idle channels for the calling thread, which must release them."""
-        with self._lock:
-            idle, self._free = self._free, []
-            self._spin_budget.waiting += len(idle)
-            return idle
+    def all(self) -> list[ReplyChannel]:
+        """Returns all channels, idle or not."""
+        return self._all.copy()
 
-    def _take_back(self, channel: ReplyChannel) -> None:
+    def take_back(self, channel: ReplyChannel) -> None:
+        """Makes ``channel``, whose owner has left, available to others."""
         with self._lock:
             self._spin_budget.waiting -= 1
             if self._closed:
                 self._shut(channel)
             else:
                 self._free.append(channel)
+        channel.settle()
+
+    def drop(self, channel: ReplyChannel) -> None:
+        """Closes ``channel``, whose owner has abandoned it."""
+        with self._lock:
+            self._spin_budget.waiting -= 1
+            self._shut(channel)
 
     def _shut(self, channel: ReplyChannel) -> None:
         channel.close()
+        self._all.remove(channel)
         self._open -= 1
         self._all_closed.notify_all()
 

@@ -1,24 +1,33 @@
 """One ``SOCK_SEQPACKET`` connection: every packet is a message.
 
-The connecting side begins with a :class:`Hello`, which names its job and the incarnation that it wants to
-reach; the accepting side replies :data:`WELCOME`, or closes. That only guards against mistakes, such as an
-address read from another job's store: processes of the same user are trusted.
+The connecting side begins with a :class:`Hello`, which names its job, itself, and the incarnation that it
+wants to reach; the accepting side replies :data:`WELCOME`, or closes. That only guards against mistakes, such
+as an address read from another job's store: processes of the same user are trusted.
+
+A descriptor of shared memory is sent with a packet of its own (SCM_RIGHTS). Reading with ancillary data costs
+twice as much, so a packet :data:`ANNOUNCEMENT` precedes it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import logging
 import os
 import socket
 import struct
 import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from zmqgrad.transport.local.descriptors import check_can_accept
+
+logger = logging.getLogger(__name__)
 
 MAX_PACKET_BYTES = 16 << 10
 """Size limit of messages. The kernel keeps a packet in contiguous memory."""
@@ -26,19 +35,30 @@ MAX_PACKET_BYTES = 16 << 10
 SEND_BUFFER_BYTES = 4 << 20
 """Requested size of the kernel's send buffer. It allows less: some 560 small packets."""
 
-PROTOCOL = "zmqgrad-local-1"
-WELCOME = b"welcome"
+CONNECT_SECONDS = 5
+"""How long a connection waits to be queued by its listener."""
 
+PROTOCOL = "zmqgrad-local-2"
+WELCOME = b"welcome"
+ANNOUNCEMENT = b"d"
+"""The next packet has a descriptor."""
+
+_INT = struct.Struct("@i")
 _RECEIVE_BYTES = MAX_PACKET_BYTES + 1  # one more reveals a truncated packet
 _NOW = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first packet: which job the sender belongs to, and which process of that job it wants to reach."""
+    """The first packet: the job, the incarnation to be reached, and the sender.
+
+    ``source`` is the worker id of the sender; -1: it is a client of a store.
+    """
 
     protocol: str
     job: bytes
-    incarnation: int
+    target: int
+    source: int = -1
+    incarnation: int = 0
 
 
 def supported() -> bool:
@@ -65,7 +85,7 @@ def is_same_user(connected: socket.socket) -> bool:
 
 
 def can_connect(endpoint: str) -> bool:
-    """Returns whether a process of our own user listens at ``endpoint`` (ipc).
+    """Returns whether a ZeroMQ socket of a process of our own user listens at ``endpoint`` (ipc).
 
     Raises:
         OSError: if this process, or the one that listens there, has no file descriptor for a connection.
@@ -76,72 +96,132 @@ def can_connect(endpoint: str) -> bool:
         return probe.connect_ex(unix_name(endpoint)) == 0 and is_same_user(probe)
 
 
+def is_listening(endpoint: str) -> bool:
+    """Returns whether a process listens at ``endpoint`` (ipc). Also True if this process cannot find out."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        error = probe.connect_ex(unix_name(endpoint))
+        return error not in (errno.ECONNREFUSED, errno.ENOENT)
+
+
 def connect(
-    endpoint: str, job: bytes, incarnation: int, on_backlog: Callable[[LocalConnection], None]
+    endpoint: str,
+    hello: Hello,
+    on_backlog: Callable[[LocalConnection], None],
+    *,
+    eager: bool = False,
 ) -> LocalConnection:
-    """Connects to the listener at ``endpoint``. The connection is not ready before the listener accepts it.
+    """Connects to the listener at ``endpoint``.
 
     Args:
-        job: of this process.
-        incarnation: of the process that should listen there.
+        endpoint: an ipc endpoint.
+        hello: the first packet.
         on_backlog: see :class:`LocalConnection`.
+        eager: send packets before the listener has accepted the connection; otherwise they wait here.
 
     Raises:
-        BlockingIOError: if too many connections wait to be accepted there; a later attempt may succeed.
+        BlockingIOError: if too many connections wait to be accepted there for CONNECT_SECONDS.
         OSError: if no process of our user listens there.
     """
     opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        opened.setblocking(False)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        # Waits while too many others wait to be accepted: a non-blocking socket would have to try again.
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", CONNECT_SECONDS, 0))
         opened.connect(unix_name(endpoint))
+        opened.setblocking(False)
         if not is_same_user(opened):
             raise PermissionError(f"a process of another user listens at {endpoint}")
-        opened.send(msgspec.msgpack.encode(Hello(PROTOCOL, job, incarnation)))
+        opened.send(msgspec.msgpack.encode(hello))
     except BaseException:
         opened.close()
         raise
-    return LocalConnection(opened, on_backlog, ready=False)
+    return LocalConnection(opened, on_backlog, eager=eager)
+
+
+Queued = tuple[bytes, int]
+"""A packet that waits, and the descriptor to be sent with it, or -1."""
+
+
+class Offer(NamedTuple):
+    """A segment of shared memory for the peer, sent once by each connection.
+
+    Args:
+        segment: its id.
+        make: returns the packet that describes it, and a descriptor, which the connection closes.
+    """
+
+    segment: int
+    make: Callable[[], tuple[bytes, int]]
 
 
 class LocalConnection:
     """One end of a connection. :meth:`send` may be called from any thread, the rest by one thread at a time.
 
     Args:
-        on_backlog: called when the kernel accepts no more: :meth:`flush` must then be called once the socket
-            is writable. Called with the lock held, so it must only register the connection.
-        ready: whether the peer has already accepted this connection.
+        on_backlog: called when the kernel accepts no more, after the packet was queued: :meth:`flush` must
+            then be called once the socket is writable. Called with the lock held: it must only register that.
+        hello: what the peer sent; None: this end connected, and the peer has not accepted it yet.
+        eager: as for :func:`connect`.
     """
 
     __slots__ = (
+        "__weakref__",
+        "_announced",
         "_backlog",
         "_lock",
+        "_may_send",
+        "_offered",
         "_on_backlog",
-        "_ready",
         "_send",
         "_socket",
+        "accepted",
+        "descriptors",
         "fd",
+        "hello",
         "receive",
         "sent",
         "sent_bytes",
     )
 
     def __init__(
-        self, connected: socket.socket, on_backlog: Callable[[LocalConnection], None], *, ready: bool
+        self,
+        connected: socket.socket,
+        on_backlog: Callable[[LocalConnection], None],
+        hello: Hello | None = None,
+        *,
+        eager: bool = False,
     ) -> None:
         self._socket = connected
         self._send = connected.send
         self._on_backlog = on_backlog
-        self._ready = ready
+        self.accepted = hello is not None
+        """Whether the listener has accepted this connection."""
+        self._may_send = self.accepted or eager
+        self.hello = hello or Hello(PROTOCOL, b"", 0)
         self._lock = threading.Lock()  # guards what follows, and the order of packets
         self.sent = 0
         self.sent_bytes = 0
-        self._backlog: deque[bytes] = deque()
+        self._backlog: deque[Queued] = deque()
+        self._offered: set[int] = set()  # segments
+        _connections.add(self)
         self.fd = connected.fileno()
         """The file descriptor; -1 once closed."""
+        self._announced = False  # the next packet to be received has a descriptor
+        self.descriptors: deque[int] = deque()
+        """Received and not taken yet, in order."""
+        now = connected.recv
 
         def receive(flags: int = socket.MSG_DONTWAIT) -> bytes:
-            packet = connected.recv(_RECEIVE_BYTES, flags)
+            try:
+                if self._announced:
+                    return self._receive_descriptor(flags)
+                packet = now(_RECEIVE_BYTES, flags)
+                if len(packet) == 1 and packet == ANNOUNCEMENT:
+                    self._announced = True
+                    return self._receive_descriptor(flags)
+            except ConnectionResetError:  # the peer left packets unread; reported once, before what it sent
+                return receive(flags)
             if len(packet) > MAX_PACKET_BYTES:
                 raise OSError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
             return packet
@@ -152,20 +232,42 @@ class LocalConnection:
         With flags 0 it waits for one, as long as :meth:`limit_waits` allows.
         """
 
+    def _receive_descriptor(self, flags: int) -> bytes:
+        # A look first: of a process without a free descriptor, the kernel would drop the one in the packet.
+        while True:
+            _, fds, dropped = self._receive_with_descriptors(flags | socket.MSG_PEEK)
+            for fd in fds:
+                os.close(fd)
+            if dropped:
+                raise OSError(errno.EMFILE, "no file descriptor is left for shared memory")
+            packet, fds, _ = self._receive_with_descriptors(flags)
+            self.descriptors.extend(fds)
+            if packet != ANNOUNCEMENT:
+                self._announced = False  # even if the sender was interrupted before it sent a descriptor
+                return packet
+
+    def _receive_with_descriptors(self, flags: int) -> tuple[bytes, list[int], bool]:
+        packet, ancillary, found, _ = self._socket.recvmsg(
+            MAX_PACKET_BYTES, socket.CMSG_LEN(_INT.size), flags
+        )
+        fds = [_INT.unpack(data)[0] for _, _, data in ancillary if len(data) == _INT.size]
+        return packet, fds, bool(found & socket.MSG_CTRUNC)
+
     def is_ready(self) -> bool:
-        """Returns whether the peer has accepted this connection. Nothing may be sent before.
+        """Returns whether the peer has accepted this connection, after reading its reply.
 
         Raises:
             OSError: if the peer refused it, or has ended.
         """
-        if not self._ready:
+        if not self.accepted:
             try:
                 packet = self.receive()
             except BlockingIOError:
                 return False
             if packet != WELCOME:
-                raise ConnectionRefusedError("the listener belongs to another job, or has closed")
-            self._ready = True
+                raise ConnectionRefusedError("the listener belongs to another job or process, or has closed")
+            with self._lock:
+                self.accepted = self._may_send = True
         return True
 
     def send(self, packet: bytes | bytearray, *, keep_gil: bool = False) -> None:
@@ -180,7 +282,7 @@ class LocalConnection:
         with self._lock:
             self.sent += 1
             self.sent_bytes += len(packet)
-            if not self._backlog:
+            if self._may_send and not self._backlog:
                 try:
                     if keep_gil:
                         send_with_gil(self.fd, packet)
@@ -188,11 +290,66 @@ class LocalConnection:
                         self._send(packet, _NOW)
                     return
                 except BlockingIOError:
+                    self._queue(bytes(packet), -1)
                     self._on_backlog(self)
-            self._backlog.append(bytes(packet))
+                    return
+            self._queue(bytes(packet), -1)
 
-    def flush(self) -> bool:
+    def send_all(self, packets: Sequence[bytes | bytearray], offers: Sequence[Offer]) -> None:
+        """Sends the packets of one message, behind the segments of ``offers`` that the peer does not have.
+
+        Raises:
+            OSError: if the connection is broken, or there is no descriptor for an offer.
+        """
+        with self._lock:
+            for offer in offers:
+                if offer.segment not in self._offered:
+                    self._put_offer(offer)
+                    self._offered.add(offer.segment)  # last: an interrupt at worst sends it twice
+            for packet in packets:
+                self._put(packet, -1)
+            self.sent += 1
+            self.sent_bytes += sum(map(len, packets))
+
+    def _put_offer(self, offer: Offer) -> None:
+        described, fd = offer.make()
+        try:
+            self._put(ANNOUNCEMENT, -1)
+            self._put(described, fd)
+        except OSError:
+            os.close(fd)  # else the peer would seem to have the segment, as long as this process lives
+            raise
+
+    def _put(self, packet: bytes | bytearray, fd: int) -> None:
+        """Sends or queues a packet. If that fails, the caller still owns ``fd``. With the lock held."""
+        if self._may_send and not self._backlog:
+            try:
+                self._transmit(packet, fd)
+                return
+            except BlockingIOError:
+                self._queue(bytes(packet), fd)
+                self._on_backlog(self)
+                return
+        self._queue(bytes(packet), fd)
+
+    def _queue(self, packet: bytes, fd: int) -> None:
+        if self.fd < 0:
+            raise OSError(errno.EBADF, "the connection is closed")
+        self._backlog.append((packet, fd))
+
+    def _transmit(self, packet: bytes | bytearray, fd: int) -> None:
+        if fd < 0:
+            self._send(packet, _NOW)
+            return
+        self._socket.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))], _NOW)
+        os.close(fd)
+
+    def flush(self, on_flushed: Callable[[int, bool], object] | None = None) -> bool:
         """Sends queued packets as far as the kernel accepts them. Returns whether the queue is empty.
+
+        Args:
+            on_flushed: called with the descriptor and what is returned, before another thread sends. Called
+                with the lock held: it must only register that.
 
         Raises:
             OSError: if the connection is broken.
@@ -201,11 +358,28 @@ class LocalConnection:
             backlog = self._backlog
             try:
                 while backlog:
-                    self._send(backlog[0], _NOW)
+                    self._transmit(*backlog[0])
                     backlog.popleft()
             except BlockingIOError:
-                return False
+                pass
+            if on_flushed is not None and self.fd >= 0:
+                on_flushed(self.fd, not backlog)
+            return not backlog
+
+    def has_ended(self) -> bool:
+        """Returns whether the peer has closed the connection, or this end has. Takes nothing."""
+        try:
+            return not self._socket.recv(1, _NOW | socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
             return True
+
+    def while_open(self, act: Callable[[int], object]) -> None:
+        """Calls ``act`` with the descriptor, which is not closed meanwhile, unless it was before."""
+        with self._lock:
+            if self.fd >= 0:
+                act(self.fd)
 
     def limit_waits(self, seconds: float) -> None:
         """Limits how long ``receive(0)`` waits, by the kernel's timeout: Python's costs a ``poll``."""
@@ -216,20 +390,62 @@ class LocalConnection:
 
     def hang_up(self) -> None:
         """Interrupts the thread that waits in ``receive(0)`` by ending the connection. From any thread."""
+        self._shut_down(socket.SHUT_RDWR)
+
+    def stop_receiving(self) -> None:
+        """Lets :meth:`receive` return what has arrived, and then the end; the peer can send nothing more."""
+        self._shut_down(socket.SHUT_RD)
+
+    def _shut_down(self, how: int) -> None:
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(how)
         except OSError:
             pass  # it has ended already
+
+    def abandon(self) -> None:
+        """In a forked child: closes the child's copy of the connection that the parent uses."""
+        self._socket.close()
 
     def backlog(self) -> int:
         """Returns how many packets are queued."""
         return len(self._backlog)
 
+    def give_up(self) -> list[Queued]:
+        """Closes the connection. Returns the queued packets, which another one must :meth:`adopt`."""
+        with self._lock:
+            self.fd = -1
+            queued = list(self._backlog)
+            self._backlog.clear()
+            self._socket.close()
+            return queued
+
+    def adopt(self, queued: Sequence[Queued]) -> None:
+        """Sends what another connection to the same process could not send."""
+        with self._lock:
+            for i, (packet, fd) in enumerate(queued):
+                try:
+                    self._put(packet, fd)
+                except OSError as e:
+                    logger.debug("%d packets are lost with their receiver: %s", len(queued) - i, e)
+                    _close_descriptors(queued[i:])
+                    return
+
     def close(self) -> None:
-        """Closes the connection and drops queued packets. Idempotent."""
-        self.fd = -1
-        self._backlog.clear()
-        self._socket.close()
+        """Closes the connection and drops queued packets. Idempotent.
+
+        Received descriptors stay: their packets may be read already, and not be decoded yet.
+        """
+        _close_descriptors(self.give_up())
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        for fd in getattr(self, "descriptors", ()):
+            close(fd)
+
+
+def _close_descriptors(queued: Sequence[Queued]) -> None:
+    for _, fd in queued:
+        if fd >= 0:
+            os.close(fd)
 
 
 _send = ctypes.PyDLL(None, use_errno=True).send
@@ -250,3 +466,16 @@ def send_with_gil(fd: int, packet: bytes | bytearray) -> None:
     if _send(fd, bytes(packet), len(packet), _NOW) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))  # Python chooses the subclass
+
+
+# A fork gets copies of all sockets. While it lives, the kernel would keep the connections of its parent open,
+# and no peer would see the parent end.
+_connections: weakref.WeakSet[LocalConnection] = weakref.WeakSet()
+
+
+def _abandon_in_fork() -> None:
+    for connection in list(_connections):
+        connection.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_fork)

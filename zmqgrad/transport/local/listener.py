@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import select
 import socket
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -26,7 +29,7 @@ ACCEPT_BACKLOG = 1024
 """Connections that may wait to be accepted; the system may allow fewer."""
 
 MAX_CONNECTIONS = 16_384
-"""Peers beyond this limit use ZeroMQ."""
+"""Peers beyond this limit are refused."""
 
 BURST_PACKETS = 16
 """Packets read from one connection in a row before others have their turn."""
@@ -45,6 +48,13 @@ class Registry(Protocol):
         """Stops polling ``fd``."""
 
 
+Arrival = tuple[bytes, LocalConnection]
+"""A packet and its connection; an empty packet is the end of the connection."""
+
+PAUSE_SECONDS = 1.0
+"""How long nothing is accepted after this process ran out of file descriptors."""
+
+
 class LocalListener:
     """Listens at ``endpoint`` (ipc), and reads from all connections. Used by one thread at a time.
 
@@ -53,7 +63,9 @@ class LocalListener:
         poll: polls the listening socket and the connections for reading.
         job: connections of other jobs are refused.
         incarnation: connections for another process are refused.
+        call_later: runs a job later, in any thread.
         on_backlog: see :class:`LocalConnection`; None: nothing is sent by these connections.
+        on_opened: called with a connection that was accepted. Returns whether to keep it.
         on_closed: called with a connection that has ended, before it is closed.
         max_connections: further connections are refused.
 
@@ -67,7 +79,10 @@ class LocalListener:
         poll: Registry,
         job: bytes,
         incarnation: int,
+        call_later: Callable[[float, Callable[[], None]], object],
+        *,
         on_backlog: Callable[[LocalConnection], None] | None = None,
+        on_opened: Callable[[LocalConnection], bool] | None = None,
         on_closed: Callable[[LocalConnection], None] | None = None,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
@@ -76,11 +91,16 @@ class LocalListener:
         """The accepted connections, by file descriptor."""
         self.bursting = False
         """Whether the last burst had several packets."""
+        self.on_resumed: Callable[[], None] = _nothing
+        """Called when a descriptor is polled again that was not for lack of descriptors. From any thread."""
+        self._paused: set[int] = set()  # descriptors that are not polled
         self._poll = poll
         self._job = job
         self._incarnation = incarnation
-        self._on_backlog = on_backlog or _ignore_backlog
-        self._on_closed = on_closed
+        self._call_later = call_later
+        self._on_backlog = on_backlog or _ignore
+        self._on_opened = on_opened or _keep
+        self._on_closed = on_closed or _ignore
         self._max_connections = max_connections
         self._reads = 0
         self._handshaking: dict[int, socket.socket] = {}  # connected sockets that have not sent a hello
@@ -93,9 +113,15 @@ class LocalListener:
             self._listening.close()
             raise
         poll.register(self._listening.fileno(), select.POLLIN)
+        _listeners.add(self)
 
-    def read(self, fd: int) -> Sequence[bytes]:
-        """Returns the packets that arrived at file descriptor ``fd``, which is ready."""
+    @property
+    def is_open(self) -> bool:
+        """Whether :meth:`close` was not called."""
+        return self._listening.fileno() >= 0
+
+    def read(self, fd: int) -> Sequence[Arrival]:
+        """Returns what arrived at file descriptor ``fd``, which is ready."""
         connection = self.connections.get(fd)
         if connection is None:
             self._handshake(fd)
@@ -103,30 +129,52 @@ class LocalListener:
         self._reads += 1
         try:
             packet = connection.receive()
-            if not packet:
-                self._end(fd, connection)
-                return ()
-            if not self.bursting and self._reads % PROBE_INTERVAL:
-                return (packet,)
+            if packet and not self.bursting and self._reads % PROBE_INTERVAL:
+                return ((packet, connection),)
         except BlockingIOError:
             return ()
         except OSError as e:
-            logger.debug("%s: dropped a connection: %s", self.endpoint, e)
-            self._end(fd, connection)
-            return ()
+            return () if self._pause_without_descriptor(e, fd) else ((self._fail(fd, e), connection),)
         return self._read_burst(fd, connection, packet)
 
-    def _read_burst(self, fd: int, connection: LocalConnection, first: bytes) -> list[bytes]:
-        packets = [first]
+    def _read_burst(self, fd: int, connection: LocalConnection, packet: bytes) -> list[Arrival]:
+        arrived = [(packet, connection)]
         try:
-            while len(packets) < BURST_PACKETS and (packet := connection.receive()):
-                packets.append(packet)
+            while packet and len(arrived) < BURST_PACKETS:
+                packet = connection.receive()
+                arrived.append((packet, connection))
         except BlockingIOError:
             pass
-        except OSError as e:  # the next read reports it, too
-            logger.debug("%s: a connection is broken: %s", self.endpoint, e)
-        self.bursting = len(packets) > 1
-        return packets
+        except OSError as e:
+            if not self._pause_without_descriptor(e, fd):
+                arrived.append((self._fail(fd, e), connection))
+                packet = b"-"  # the end was added
+        self.bursting = len(arrived) > 1
+        if not packet:
+            self._end(fd, connection)
+        return arrived
+
+    def _fail(self, fd: int, error: OSError) -> bytes:
+        logger.debug("%s: a connection is broken: %s", self.endpoint, error)
+        self._end(fd, self.connections[fd])
+        return b""
+
+    def _pause_without_descriptor(self, error: OSError, fd: int) -> bool:
+        """Stops polling ``fd`` for a while if this process has no descriptor left. Returns whether so."""
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.is_open:
+            return False
+        if fd not in self._paused:
+            logger.warning("%s: this process has no more file descriptors: peers must wait", self.endpoint)
+            self._paused.add(fd)
+            self._poll.unregister(fd)
+            self._call_later(PAUSE_SECONDS, lambda: self._resume(fd))
+        return True
+
+    def _resume(self, fd: int) -> None:
+        if fd in self._paused and self.is_open:
+            self._poll.register(fd, select.POLLIN)
+            self._paused.discard(fd)
+            self.on_resumed()
 
     def _handshake(self, fd: int) -> None:
         """Handles the listening socket, or the hello of a new connection."""
@@ -145,48 +193,58 @@ class LocalListener:
             hello = None
         del self._handshaking[fd]
         full = len(self.connections) >= self._max_connections
-        if hello is None or full or not self._is_for_us(hello) or not _sends(new, WELCOME):
+        if hello is None or full or not self._is_for_us(hello):
             self._poll.unregister(fd)
             new.close()
             return
-        self.connections[fd] = LocalConnection(new, self._on_backlog, ready=True)
+        try:
+            new.send(WELCOME)
+        except OSError as e:  # what it has sent is to be read nevertheless
+            logger.debug("a peer left before it was accepted: %s", e)
+        connection = self.connections[fd] = LocalConnection(new, self._on_backlog, hello)
+        if not self._on_opened(connection):
+            self.drop(connection)
 
     def _is_for_us(self, hello: Hello) -> bool:
-        matches = hello == Hello(PROTOCOL, self._job, self._incarnation)
+        found = hello.protocol, hello.job, hello.target
+        matches = found == (PROTOCOL, self._job, self._incarnation)
         if not matches:
             logger.warning(
                 "%s: refused a connection that was meant for another job or process", self.endpoint
             )
         return matches
 
-    def _accept(self) -> None:
+    def accept_pending(self) -> None:
+        """Accepts the connections that wait for it, whose packets are then read in their turn."""
+        while self.is_open and self._accept():
+            pass
+        for fd in list(self._handshaking):
+            self._handshake(fd)
+
+    def _accept(self) -> bool:
+        """Accepts one connection. Returns False if none waits, or there is no descriptor for it."""
         try:
             accepted, _ = self._listening.accept()
         except OSError as e:
-            if e.errno in (errno.EMFILE, errno.ENFILE):
-                # A connection left waiting would keep the poll from blocking. Refused, it uses ZeroMQ.
-                self._refuse_without_descriptor()
+            self._pause_without_descriptor(e, self._listening.fileno())
             logger.debug("%s: nothing accepted: %s", self.endpoint, e)
-            return
+            return False
         if not is_same_user(accepted):
             logger.warning("%s: refused a process of another user", self.endpoint)
             accepted.close()
-            return
+            return True
         accepted.setblocking(False)
         self._handshaking[accepted.fileno()] = accepted
         self._poll.register(accepted.fileno(), select.POLLIN)
-
-    def _refuse_without_descriptor(self) -> None:
-        """Stops listening, as this process has no descriptor left for a connection."""
-        logger.warning("%s: this process has no more file descriptors: peers use ZeroMQ", self.endpoint)
-        self._poll.unregister(self._listening.fileno())
-        self._listening.close()
+        return True
 
     def _end(self, fd: int, connection: LocalConnection) -> None:
-        self._poll.unregister(fd)
+        if fd in self._paused:
+            self._paused.discard(fd)
+        else:
+            self._poll.unregister(fd)
         del self.connections[fd]
-        if self._on_closed is not None:
-            self._on_closed(connection)
+        self._on_closed(connection)
         connection.close()
 
     def drop(self, connection: LocalConnection) -> None:
@@ -195,25 +253,51 @@ class LocalListener:
         if self.connections.get(fd) is connection:
             self._end(fd, connection)
 
+    def stop(self) -> list[LocalConnection]:
+        """Lets nothing more arrive. Returns the connections, which are to be read to their ends."""
+        self._listening.close()
+        for connection in self.connections.values():
+            connection.stop_receiving()
+        return list(self.connections.values())
+
     def close(self) -> None:
         """Stops listening and reading. Idempotent."""
-        self._listening.close()
         for new in self._handshaking.values():
             new.close()
-        for connection in self.connections.values():
+        for connection in self.stop():
+            with suppress(OSError):
+                while connection.receive():
+                    pass  # the kernel would report what is left unread to the peer, before our last packets
             connection.close()
         self._handshaking.clear()
         self.connections.clear()
 
+    def abandon(self) -> None:
+        """In a forked child: closes the child's copies of the sockets of the listener."""
+        self._listening.close()
+        for new in self._handshaking.values():
+            new.close()
 
-def _sends(new: socket.socket, packet: bytes) -> bool:
-    try:
-        new.send(packet)
-    except OSError as e:
-        logger.debug("a peer left before it was accepted: %s", e)
-        return False
+
+def _nothing() -> None:
+    """The default of ``on_resumed``."""
+
+
+def _ignore(connection: LocalConnection) -> None:
+    """The default of the callbacks."""
+
+
+def _keep(connection: LocalConnection) -> bool:
+    """The default of ``on_opened``."""
     return True
 
 
-def _ignore_backlog(connection: LocalConnection) -> None:
-    """The default of ``on_backlog``: nothing is sent."""
+_listeners: weakref.WeakSet[LocalListener] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for listener in list(_listeners):
+        listener.abandon()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)

@@ -8,19 +8,20 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
+from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.thread_pool import ThreadPool
 from zmqgrad.transport.base import (
     Frame,
     Handler,
     Inbound,
+    OnEnd,
     OnIdle,
-    OnLost,
     OnSuspected,
     PeerAddress,
+    PeerEnd,
     Resolver,
-    Timer,
 )
 from zmqgrad.transport.memory.faults import InFlightMessage
 from zmqgrad.transport.memory.network import MemoryNetwork
@@ -28,7 +29,7 @@ from zmqgrad.transport.tap import FRAMES, INLINE, OnHeartbeat, Tap
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import materialize
-from zmqgrad.wire.messages import Message
+from zmqgrad.wire.messages import Goodbye, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,10 @@ class MemoryMailbox:
         self._name = name
         self._arrived = threading.Condition(network.lock)
         self._inbox: list[tuple[bytearray, ...]] = []
+        self._ends: list[tuple[int, PeerEnd]] = []  # with the number of messages that come before
+        self._ended: dict[int, str] = {}
+        self._told: set[int] = set()  # peers that ended the link themselves
+        self._on_end: OnEnd | None = None
         self._handling = False
         self._peer_endpoints: dict[int, str] = {}
         self._counters = dict.fromkeys(
@@ -68,13 +73,14 @@ class MemoryMailbox:
         handler: Handler,
         resolve: Resolver,
         pool: ThreadPool | None = None,
-        lost: OnLost | None = None,
-        timer: Timer | None = None,
+        on_end: OnEnd | None = None,
+        service: ServiceThread | None = None,
         suspected: OnSuspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
-        """Start to deliver; ``handler`` runs in the receiver thread. No peer is ever reported as ``lost``."""
-        del lost, timer, suspected
+        """Start to deliver; ``handler`` runs in the receiver thread. Links end by :meth:`end` only."""
+        del service, suspected
+        self._on_end = on_end
         self._handler, self._resolve, self._pool, self._on_idle = handler, resolve, pool, on_idle
         self._thread.start()
 
@@ -92,6 +98,13 @@ class MemoryMailbox:
     ) -> None:
         """Queue ``message`` for ``peer``. As :meth:`Mailbox.send`, but without flow control."""
         first = encode(message, self.worker_id, self.incarnation, message_id)
+        if peer in self._ended:
+            raise ClosedError(f"{self._name} sends nothing more to worker {peer}: {self._ended[peer]}")
+        self._send(peer, message, message_id, first, frames)
+
+    def _send(
+        self, peer: int, message: Message, message_id: int, first: bytearray, frames: Sequence[Frame]
+    ) -> None:
         endpoint = self._endpoint_of(peer)
         envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id)
         # An int as a frame is a TypeError, as with ZeroMQ, while bytearray(5) would be five zeros.
@@ -129,21 +142,32 @@ class MemoryMailbox:
 
     def is_busy(self) -> bool:
         """Return whether a message is queued or being handled. Called with the network's lock held."""
-        return self.is_open and (bool(self._inbox) or self._handling)
+        return self.is_open and (bool(self._inbox) or bool(self._ends) or self._handling)
 
     def _run(self) -> None:
         while (frames := self._take()) is not None:
-            self._deliver(frames)
+            if isinstance(frames, PeerEnd):
+                if frames.peer not in self._told:
+                    self._refuse(frames.peer)
+                if self._on_end is not None:
+                    self._on_end(frames)
+            else:
+                self._deliver(frames)
             del frames  # an idle mailbox must not keep the last message alive
 
-    def _take(self) -> tuple[bytearray, ...] | None:
+    def _take(self) -> tuple[bytearray, ...] | PeerEnd | None:
         with self._network.lock:
             self._handling = False
             self._network.changed.notify_all()
-            self._arrived.wait_for(lambda: self._inbox or not self.is_open)
+            self._arrived.wait_for(lambda: self._inbox or self._ends or not self.is_open)
             if not self.is_open:
                 return None
             self._handling = True
+            if self._ends and self._ends[0][0] <= 0:
+                end = self._ends.pop(0)[1]
+                self._ended[end.peer] = end.reason
+                return end
+            self._ends = [(before - 1, end) for before, end in self._ends]
             return self._inbox.pop(self._network.choose(self.worker_id, len(self._inbox)))
 
     def _deliver(self, frames: tuple[bytearray, ...]) -> None:
@@ -152,6 +176,14 @@ class MemoryMailbox:
         except ProtocolError as e:
             self._counters["malformed"] += 1
             logger.warning("%s: dropped a malformed message (%s)", self._name, e)
+            return
+        if envelope.source in self._ended:
+            if envelope.type != MessageType.GOODBYE:
+                self._refuse(envelope.source)
+            return
+        if isinstance(message, Goodbye) and self._on_end is not None:
+            self._told.add(envelope.source)
+            self.end(envelope.source, message.reason)
             return
         inbound = Inbound(envelope, message, frames[1:], sum(map(len, frames)))
         self._counters["messages_received"] += 1
@@ -175,25 +207,46 @@ class MemoryMailbox:
         except Exception:
             logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
 
-    def acquire_idle_channels(self) -> tuple[()]:
-        """Return none: there are no reply channels in memory."""
-        return ()
+    def _refuse(self, peer: int) -> None:
+        """Tell a peer that its link has ended here."""
+        self._say_goodbye(
+            peer, f"{self._name} has declared worker {peer} lost: {self._ended[peer]}; it must join again"
+        )
+
+    def _say_goodbye(self, peer: int, reason: str) -> None:
+        goodbye = Goodbye(reason[:1000])
+        try:
+            self._send(peer, goodbye, 0, encode(goodbye, self.worker_id, self.incarnation, 0), ())
+        except ZmqgradError as e:
+            logger.debug("%s: worker %d does not get the last message: %s", self._name, peer, e)
 
     def monitor(self, peer: int) -> None:
-        """Do nothing: no peer is ever lost in memory."""
+        """Do nothing: no peer is ever silent in memory."""
 
     def unmonitor(self, peer: int) -> None:
         """Do nothing."""
 
-    def forget(self, peer: int) -> None:
-        """Resolve ``peer`` again for the next message."""
-        self._peer_endpoints.pop(peer, None)
+    def end(self, peer: int, reason: str) -> None:
+        """End the link to ``peer``, behind what has arrived."""
+        with self._network.lock:
+            if peer in self._ended or any(end.peer == peer for _, end in self._ends) or not self.is_open:
+                return
+            self._ends.append((len(self._inbox), PeerEnd(peer, 0, reason)))
+            self._arrived.notify()
 
-    def close(self) -> None:
+    def flush(self, deadline: Deadline) -> bool:
+        """Return True: what was sent has arrived."""
+        return True
+
+    def close(self, goodbye: str = "") -> None:
         """Stop sending and receiving. Queued messages are lost. Idempotent."""
+        for peer in list(self._peer_endpoints) if goodbye and self.is_open else ():
+            if peer != self.worker_id and peer not in self._ended:
+                self._say_goodbye(peer, goodbye)
         with self._network.lock:
             self.is_open = False
             self._inbox.clear()
+            self._ends.clear()
             self._arrived.notify()
             self._network.changed.notify_all()
 

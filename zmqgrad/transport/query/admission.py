@@ -1,14 +1,13 @@
 """Admission control of a query server: counts clients, and refuses those above the limit. Pure.
 
-libzmq does not report which client a connection belongs to. So clients on tcp are counted as the smaller of
-two numbers: connections that completed the handshake and did not break, and clients that sent a ping by tcp
-and none by the fast path since.
+A client counts from its first ping to the end of its connection. Events of connections and messages arrive
+separately, so a ping may be read when its connection has ended, and another has the same descriptor.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sized
+from collections.abc import Hashable
 
 
 class Admission:
@@ -16,48 +15,63 @@ class Admission:
 
     Args:
         limit: the maximum number of clients.
-        local_connections: the open connections of the fast path.
     """
 
-    def __init__(self, limit: int, local_connections: Sized) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.accepted = self.connected = self.failed = self.disconnected = 0
-        """Tcp connections: accepted; with their handshake completed, or failed; and ended."""
-        self.surplus: set[bytes] = set()
-        """Routing ids of the clients that were refused."""
-        self._local_connections = local_connections
-        self._tcp_clients: OrderedDict[int, None] = OrderedDict()
-        self._local_clients: dict[Hashable, int] = {}
+        self.accepted = self.connected = self.failed = 0
+        """Tcp connections: accepted; with their handshake completed, or failed."""
+        self.refused: set[int] = set()
+        """Descriptors of the tcp connections of clients that were refused."""
+        self._open: set[int] = set()  # descriptors of tcp connections
+        self._tcp_clients: dict[int, int] = {}  # the client of each, by descriptor
+        self._known: OrderedDict[int, int] = OrderedDict()  # their last descriptors, also of those that left
+        self._local_clients: dict[Hashable, int] = {}  # by connection of the fast path
         self._local_ids: set[int] = set()  # the values of _local_clients
 
     @property
     def clients(self) -> int:
         """How many clients are connected. A client that changes to the fast path counts once."""
-        connected = self.connected - (self.disconnected - self.failed)
-        return len(self._local_connections) + min(connected, len(self._tcp_clients))
+        return len(self._local_clients) + len(self._tcp_clients)
 
     @property
     def pending(self) -> int:
         """How many tcp connections are in the handshake."""
         return max(0, self.accepted - self.connected - self.failed)
 
-    def has_room(self) -> bool:
-        """Returns whether another client may connect."""
-        return self.clients < self.limit
+    def on_accepted(self, fd: int) -> None:
+        """Counts a new tcp connection."""
+        self.accepted += 1
+        self._open.add(fd)
 
-    def knows(self, client: int) -> bool:
-        """Returns whether ``client`` was admitted before, by either path."""
-        return client in self._tcp_clients or client in self._local_ids
+    def on_disconnected(self, fd: int) -> None:
+        """Forgets a tcp connection, which has ended."""
+        self._open.discard(fd)
+        self.refused.discard(fd)
+        self._tcp_clients.pop(fd, None)
 
-    def add_tcp(self, client: int) -> None:
-        """Admits ``client``, which connected by tcp."""
-        self._tcp_clients[client] = None
-        if len(self._tcp_clients) > 2 * self.limit:
-            self._tcp_clients.popitem(last=False)
+    def admit_tcp(self, client: int, fd: int) -> bool:
+        """Returns whether ``client``, which has sent a ping by tcp, is served.
+
+        One that was refused must connect again; one that was admitted before is served beyond the limit.
+        """
+        if client in self._local_ids or fd not in self._open:
+            return True
+        others = self.clients - (fd in self._tcp_clients)
+        if fd in self.refused or (client not in self._known and others >= self.limit):
+            self.refused.add(fd)
+            return False
+        self._known[client] = fd
+        self._tcp_clients[fd] = client
+        if len(self._known) > 2 * self.limit:
+            self._known.popitem(last=False)
+        return True
 
     def add_local(self, connection: Hashable, client: int) -> None:
         """Counts ``client`` as one of the fast path from now on."""
-        self._tcp_clients.pop(client, None)
+        fd = self._known.pop(client, -1)
+        if self._tcp_clients.get(fd) == client:
+            del self._tcp_clients[fd]
         self._local_clients[connection] = client
         self._local_ids.add(client)
 
@@ -66,8 +80,3 @@ class Admission:
         client = self._local_clients.pop(connection, None)
         if client is not None:
             self._local_ids.discard(client)
-
-    def readmit(self) -> None:
-        """Lets refused clients try again if there is room."""
-        if self.surplus and self.has_room():
-            self.surplus.clear()

@@ -16,15 +16,15 @@ from collections.abc import Callable
 
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import Clock
+from zmqgrad.runtime.polling import to_milliseconds
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
-from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
-from zmqgrad.transport.polling import to_milliseconds
+from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, PROTOCOL, Hello, LocalConnection
 from zmqgrad.transport.query import LOCAL_JOB, SPIN_RECENCY_SECONDS, spin_budget
 from zmqgrad.transport.query.dealer import DealerConnection, LocalAddress, ServerInfo
 from zmqgrad.transport.query.pending import PING_ID, Arrival, PendingQuery
 from zmqgrad.wire.codec import decode, encode
-from zmqgrad.wire.messages import Message, StorePing, StorePong, StoreRefused
+from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
 QUICK_SECONDS = 0.1
 """Nearly all replies arrive within this time."""
@@ -61,7 +61,9 @@ class QueryChannel:
         self._keep_dealer = False  # large messages have needed it
         self._local: LocalConnection | None = None
         self._local_fd = -1
-        self._accepted: LocalConnection | None = None  # the same, once the server has accepted it
+        self._accepted: LocalConnection | None = (
+            None  # the same, once the server has read our ping there: it counts us
+        )
         self._spin = Spinner(spin_budget()).spin
         self._poll = select.poll()
         self._poll_for = self._poll.poll
@@ -107,8 +109,10 @@ class QueryChannel:
                 raise TimeoutError(self._explain())
             if query.must_repeat(now):
                 self._repeat()
-        if self._local is not None and self._dealer is not None and not self._keep_dealer:
+        if self._accepted is not None and self._dealer is not None and not self._keep_dealer:
             self._close_dealer()
+        if type(reply) is StoreRefused and reply.reason is Refusal.LIMIT:
+            self._close_dealer()  # the server has refused this connection for good
         return reply
 
     def _explain(self) -> str:
@@ -127,6 +131,8 @@ class QueryChannel:
                 if not fast.backlog():
                     fast.send(self._query.packet)
                 return
+            except ConnectionError:
+                return  # a reply may be queued before the end of the connection, which sends this again
             except OSError as e:
                 self._close_local(str(e))
         self._send_by_dealer()
@@ -202,7 +208,12 @@ class QueryChannel:
         if server is None:
             return None
         try:
-            fast = local.connect(server.endpoint, LOCAL_JOB, server.incarnation, self._on_backlog)
+            fast = local.connect(
+                server.endpoint,
+                Hello(PROTOCOL, LOCAL_JOB, server.incarnation),
+                self._on_backlog,
+                eager=True,
+            )
         except BlockingIOError:
             return None  # too many connections wait to be accepted
         except OSError:
@@ -225,8 +236,9 @@ class QueryChannel:
                 self._poll.modify(self._local_fd, select.POLLIN)
             if not fast.is_ready():
                 return None
+            data = fast.receive()
             self._accepted = fast
-            return self._on_local_packet(fast.receive())
+            return self._on_local_packet(data)
         except BlockingIOError:
             return None
         except OSError as e:
@@ -276,4 +288,4 @@ class QueryChannel:
     def abandon(self) -> None:
         """In a forked child: closes the child's copy of the connection that the parent uses."""
         if self._local is not None:
-            self._local.close()
+            self._local.abandon()

@@ -14,9 +14,9 @@ from collections import deque
 from zmqgrad.errors import ClosedError
 from zmqgrad.runtime import blocking
 from zmqgrad.runtime.clock import MONOTONIC, Clock, monotonic_ns
+from zmqgrad.runtime.polling import SPENT, Wakeup
 from zmqgrad.transport import local
 from zmqgrad.transport import tap as tapping
-from zmqgrad.transport.polling import Wakeup
 from zmqgrad.transport.query.channel import QueryChannel
 from zmqgrad.transport.query.dealer import ServerInfo
 from zmqgrad.transport.security import Keys
@@ -135,7 +135,7 @@ class QueryClient:
         with self._lock:
             self._channels.discard(channel)
             if self._closed and not self._channels:
-                self._closing.close()
+                self._closing = SPENT
 
     def close(self) -> None:
         """Disconnects; queries under way raise ``ClosedError``. Idempotent."""
@@ -144,10 +144,10 @@ class QueryClient:
         tapping.unregister(self)
         with self._lock:
             self._closed = True
-            if not self._channels:
-                self._closing.close()
             channels = list(self._channels)
-        self._closing.set()
+            self._closing.set()
+            if not channels:
+                self._closing = SPENT
         for channel in channels:
             channel.hang_up()
         while self._idle:

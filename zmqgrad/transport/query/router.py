@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 
 import zmq
 
@@ -19,6 +20,7 @@ from zmqgrad.transport.sockets import (
     CONNECTED,
     DISCONNECTED,
     HANDSHAKE_FAILED,
+    LISTENING,
     NOBLOCK,
     NOBLOCK_MORE,
     ZERO_COPY_BYTES,
@@ -32,7 +34,7 @@ MAX_UNREAD_REPLIES = 16
 """Replies that may wait for one client. It has a single query at a time, and a ping."""
 
 REBIND_SECONDS = 1.0
-"""How long the server does not listen after the process ran out of file descriptors."""
+"""How long the server accepts nothing after the process ran out of file descriptors."""
 
 
 class RouterSocket:
@@ -58,24 +60,32 @@ class RouterSocket:
         clock: Clock,
     ) -> None:
         self.rebind_at = math.inf
-        """When :meth:`rebind` must be called; infinite while the socket listens."""
+        """When :meth:`rebind` must be called; infinite while the socket accepts connections."""
+        self._listening_fd = -1  # a copy of libzmq's: keeps the port, and queues connections, while unbound
         self._admission = admission
         self._secured = keys is not None
         self._clock = clock
         self._has_warned = False
         self._monitor: SocketMonitor | None = None
+        self.zap: ZapAuthenticator | None = None
+        """To be read in the server's thread."""
         self._socket = context.socket(zmq.ROUTER)
         try:
             set_up_query_socket(self._socket)
             self._socket.router_mandatory = True
             self._socket.sndhwm = self._socket.rcvhwm = MAX_UNREAD_REPLIES
             if keys is not None:
-                ZapAuthenticator(name, context, keys)
+                self.zap = ZapAuthenticator(context, keys)
                 secure_server(self._socket, keys)
             self._monitor = SocketMonitor(
-                self._socket, ACCEPTED | ACCEPT_FAILED | CONNECTED | HANDSHAKE_FAILED | DISCONNECTED
+                self._socket,
+                LISTENING | ACCEPTED | ACCEPT_FAILED | CONNECTED | HANDSHAKE_FAILED | DISCONNECTED,
             )
             self.endpoint = bind_tcp(self._socket, address, secured=self._secured, listen_fd=listen_fd)
+            self.read_events()  # the first event names the descriptor, which libzmq has not closed yet
+        except OSError as e:
+            self.close(linger=0)
+            raise TransportError(f"cannot listen on {address}: {e.strerror}") from e
         except BaseException:
             self.close(linger=0)
             raise
@@ -93,7 +103,7 @@ class RouterSocket:
         self._socket.send(data, NOBLOCK, copy=len(data) < ZERO_COPY_BYTES)
 
     def read_events(self) -> int:
-        """Counts connections. Stops listening if the process has no file descriptors left.
+        """Counts connections. Accepts no more if the process has no file descriptors left.
 
         Returns:
             How many handshakes have failed.
@@ -101,23 +111,25 @@ class RouterSocket:
         failed = 0
         admission = self._admission
         while self._monitor is not None and (events := self._monitor.read()):
-            for kind, _ in events:
-                if kind == ACCEPTED:
-                    admission.accepted += 1
+            for kind, value in events:
+                if kind == LISTENING:
+                    if self._listening_fd < 0:
+                        self._listening_fd = os.dup(value)
+                elif kind == ACCEPTED:
+                    admission.on_accepted(value)
                 elif kind == CONNECTED:
                     admission.connected += 1
                 elif kind == DISCONNECTED:
-                    admission.disconnected += 1
+                    admission.on_disconnected(value)
                 elif kind == ACCEPT_FAILED:
                     self._unbind()
                 else:
                     failed += 1
         admission.failed += failed
-        admission.readmit()
         return failed
 
     def _unbind(self) -> None:
-        """Stops listening for a while: libzmq would try to accept again without a pause."""
+        """Accepts nothing for a while: libzmq would try again without a pause. The port remains ours."""
         if self.rebind_at == math.inf:
             logger.log(
                 logging.DEBUG if self._has_warned else logging.WARNING,
@@ -129,18 +141,27 @@ class RouterSocket:
             self.rebind_at = self._clock.now() + REBIND_SECONDS
 
     def rebind(self, now: float) -> None:
-        """Listens again if it is time to and the process has file descriptors."""
+        """Accepts connections again if it is time to and the process has file descriptors."""
         if now < self.rebind_at:
             return
+        copy = -1
         try:
-            bind_tcp(self._socket, self.endpoint, secured=self._secured)
+            copy = os.dup(self._listening_fd)
+            bind_tcp(self._socket, self.endpoint, secured=self._secured, listen_fd=copy)
             self.rebind_at = math.inf
-        except TransportError as e:
-            logger.debug("%s: cannot listen again yet: %s", self.endpoint, e)
+        except (OSError, TransportError) as e:
+            logger.debug("%s: cannot accept connections yet: %s", self.endpoint, e)
             self.rebind_at = now + REBIND_SECONDS
+            if copy >= 0:
+                os.close(copy)
 
     def close(self, linger: int) -> None:
         """Closes the socket; the last replies may take ``linger`` ms to leave. Idempotent."""
         if self._monitor is not None:
             self._monitor.close()
+        if self.zap is not None:
+            self.zap.close()
         self._socket.close(linger=linger)
+        if self._listening_fd >= 0:
+            os.close(self._listening_fd)
+            self._listening_fd = -1

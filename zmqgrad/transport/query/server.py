@@ -21,17 +21,17 @@ import zmq
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, monotonic_ns
+from zmqgrad.runtime.polling import MAX_SECONDS, READ, SPENT, WRITE, Poller, Wakeup
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
-from zmqgrad.transport.polling import MAX_SECONDS, READ, WRITE, Poller, Wakeup
 from zmqgrad.transport.query import LOCAL_JOB, SPIN_RECENCY_SECONDS, spin_budget
 from zmqgrad.transport.query.admission import Admission
 from zmqgrad.transport.query.router import MAX_UNREAD_REPLIES, RouterSocket
 from zmqgrad.transport.security import Keys
-from zmqgrad.transport.sockets import NOBLOCK
+from zmqgrad.transport.sockets import NOBLOCK, connection_fd
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.frames import Envelope, read_envelope
@@ -117,15 +117,17 @@ class QueryServer:
         self._stopped = False
         self._serving = False
         self._ending = False
+        self._drained_by = -math.inf  # when the server ends, though clients are connected
         self._due = math.inf
         self._offenders: set[str] = set()
         self._backlogged: dict[int, LocalConnection] = {}  # by descriptor
+        self._later: list[tuple[float, Callable[[], None]]] = []
         self._actions: dict[int, Callable[[], None]] = {}  # by descriptor: what to do when it is ready
         self._poller = Poller()
         self._wakeup = Wakeup()
         self._local = self._open_local(max_clients) if fast_path and local.supported() else None
         self._connections = {} if self._local is None else self._local.connections
-        self._admission = Admission(max_clients, self._connections)
+        self._admission = Admission(max_clients)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         try:
             self._router = RouterSocket(name, self.context, address, keys, listen_fd, self._admission, clock)
@@ -136,7 +138,10 @@ class QueryServer:
         self._router_unread = False  # its descriptor does not report again what it has reported
         self.register(self._router.fd, self._read_router)
         self.register(self._router.monitor_fd, self._read_monitor)
+        self.wake_by(self._router.rebind_at)
         self.register(self._wakeup.fd, self._end)
+        if self._router.zap is not None:
+            self.register(self._router.zap.fd, self._router.zap.read)
         self.tracer: Tracer | None = None
         tapping.register(self)
 
@@ -152,9 +157,10 @@ class QueryServer:
                 self._poller,
                 LOCAL_JOB,
                 self.incarnation,
-                self._on_backlog,
-                self._on_connection_closed,
-                max_clients,
+                self._call_later,
+                on_backlog=self._on_backlog,
+                on_closed=self._on_connection_closed,
+                max_connections=max_clients,
             )
         except OSError as e:
             logger.warning("%s has no fast path, all queries arrive by ZeroMQ: %s", self.name, e)
@@ -203,7 +209,9 @@ class QueryServer:
         spin = Spinner(spin_budget()).spin
         read, on_local_event = self._read_connection, self._on_local_event
         last, spins = -math.inf, False
-        while not self._ending:
+        if self._router.zap is not None:
+            self._router.zap.read()  # its descriptor does not report what came before
+        while not self._ending or (self.clients and now() < self._drained_by):
             seconds: float | None = 0.0 if self._router_unread else None
             if self._due != math.inf and not self._router_unread:
                 seconds = self._due - now()
@@ -224,12 +232,20 @@ class QueryServer:
             service.settle()
             before, last = last, now()
             spins = last - before < SPIN_RECENCY_SECONDS
+        service.stopping()
 
     def _poll(self, seconds: float) -> list[tuple[int, int]]:
         return self._poller.poll(seconds, MAX_POLL_EVENTS)
 
     def _do_due(self) -> None:
         now, self._due = self._clock.now(), math.inf
+        later, self._later = self._later, []
+        for at, job in later:
+            if at <= now:
+                job()
+            else:
+                self._later.append((at, job))
+                self.wake_by(at)
         self._router.rebind(now)
         self.wake_by(self._router.rebind_at)
         self.wake_by(self._service.do_due(now))
@@ -240,16 +256,27 @@ class QueryServer:
         if moment < self._due:
             self._due = moment
 
-    def _end(self) -> None:
-        self._service.stopping()
-        self._ending = True
+    def _call_later(self, seconds: float, job: Callable[[], None]) -> None:
+        at = self._clock.now() + seconds
+        self._later.append((at, job))
+        self.wake_by(at)
 
-    def stop(self) -> None:
-        """Makes :meth:`serve` return. Safe from any thread; idempotent."""
+    def _end(self) -> None:
+        self._wakeup.clear()
+        self._ending = True
+        self.wake_by(self._drained_by)
+
+    def stop(self, drain_seconds: float = 0.0) -> None:
+        """Makes :meth:`serve` return. Safe from any thread; idempotent.
+
+        Args:
+            drain_seconds: how long it still serves the clients that are connected, until they disconnect.
+        """
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
+            self._drained_by = self._clock.now() + drain_seconds
             if self._serving:
                 self._wakeup.set()
             else:
@@ -263,7 +290,7 @@ class QueryServer:
         if router is not None:
             router.close(LINGER_MS)
         self._poller.close()
-        self._wakeup.close()
+        self._wakeup = SPENT
         self.context.term()  # waits until the last replies have left, or for LINGER_MS
 
     # ---- receiving --------------------------------------------------------------------------------------
@@ -309,8 +336,10 @@ class QueryServer:
         if self.tracer is not None:
             self._tap_query(self.tracer, route, envelope, query, len(data))
         if type(query) is StorePing:
-            self._on_ping(route, client_id, request_id, query)
-        elif self._admission.surplus and route in self._admission.surplus:
+            self._on_ping(route, frame, client_id, request_id, query)
+        elif (
+            self._admission.refused and frame is not None and connection_fd(frame) in self._admission.refused
+        ):
             self._refuse_surplus(route, request_id)
         else:
             self.requests += 1
@@ -345,20 +374,19 @@ class QueryServer:
             self._count_malformed("tcp", "a handshake failed: no ZeroMQ, or another secret")
         self.wake_by(self._router.rebind_at)
 
-    def _on_ping(self, route: Route, client_id: int, request_id: int, query: StorePing) -> None:
+    def _on_ping(
+        self, route: Route, frame: zmq.Frame | None, client_id: int, request_id: int, query: StorePing
+    ) -> None:
         """Replies to a client that begins, or that tests whether its connection still works."""
-        if self.refuses_newcomers:
+        if frame is None:
+            self._admission.add_local(route, client_id)
+        if self.refuses_newcomers or self._ending:
             return  # it will find the next server here when this one has closed the connection
-        admission = self._admission
-        if isinstance(route, LocalConnection):
-            admission.add_local(route, client_id)
-        elif not admission.knows(client_id):
+        if frame is not None:
             self._read_monitor()
-            if not admission.has_room():
-                admission.surplus.add(route)
+            if not self._admission.admit_tcp(client_id, connection_fd(frame)):
                 self._refuse_surplus(route, request_id)
                 return
-            admission.add_tcp(client_id)
         endpoint = "" if self._local is None else self._local.endpoint
         self.reply(route, request_id, StorePong(query.nonce, endpoint))
 

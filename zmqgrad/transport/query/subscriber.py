@@ -17,10 +17,10 @@ import zmq
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
+from zmqgrad.runtime.polling import SPENT, Wakeup
 from zmqgrad.runtime.thread_pool import Source, Task
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.leader_poller import make_leader_poller
-from zmqgrad.transport.polling import Wakeup
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.sockets import CONNECTED, DISCONNECTED, NOBLOCK, SocketMonitor, get_int
@@ -198,7 +198,7 @@ class Subscriber:
             self._closed = True
             self._disconnect()
         self._poller.close()
-        self._wakeup.close()
+        self._wakeup = SPENT
         self._ended.set()
 
     def close(self) -> None:

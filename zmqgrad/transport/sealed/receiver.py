@@ -15,6 +15,7 @@ import logging
 import math
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from zmqgrad.transport.session import Incoming, Verdict
 from zmqgrad.transport.sockets import send_all, set_up, use_io_thread
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Chunk, Message
+from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Chunk
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class ChannelReceiver:
         zap: ZapAuthenticator | None,
         mailbox: str,
         reassembler: Reassembler,
-        reply: Callable[[int, Message, int], None],
+        reply: Callable[..., None],
     ) -> None:
         self._name = name
         self._incarnation = incarnation
@@ -97,6 +98,8 @@ class ChannelReceiver:
         self._port = 0
         self._token = b"" if zap is None else secrets.token_hex(16).encode()
         self._thread: threading.Thread | None = None
+        self._inproc = f"inproc://{name}-bulk-{secrets.token_hex(16)}"
+        self._ends: deque[tuple[int, bytes]] = deque()
         self.refused = 0
         self.bytes_in = 0
 
@@ -138,6 +141,7 @@ class ChannelReceiver:
             router.rcvhwm = MAX_QUEUED_RECORDS
             router.ipv6 = ":" in self._host
             use_io_thread(router, bulk=True)
+            router.bind(self._inproc)
             if self._zap is not None:
                 password_server(router)
             endpoint = bind(router, tcp_address(self._host, "*"))
@@ -155,6 +159,21 @@ class ChannelReceiver:
         self._thread.start()
         return ""
 
+    def end(self, peer: int, token: bytes) -> bool:
+        """Passes ``token`` to the mailbox behind everything that has arrived from ``peer``.
+
+        Returns:
+            False if nothing was received from it.
+        """
+        if not any(channel.peer == peer for channel in list(self._channels.values())):
+            return False
+        self._ends.append((peer, token))
+        with self._context.socket(zmq.DEALER) as waker:
+            waker.linger = -1  # inproc: delivered in memory, at once
+            waker.connect(self._inproc)
+            waker.send(b"")
+        return True
+
     # ---- receiving, in the thread ----------------------------------------------------------------------
 
     def _run(self, router: zmq.Socket[bytes]) -> None:
@@ -168,8 +187,14 @@ class ChannelReceiver:
                 now = MONOTONIC.now()
                 if due <= now:
                     due = self._acknowledge(now)
+                if self._ends and not router.poll(0):  # everything that has arrived was handled
+                    peer, token = self._ends.popleft()
+                    send_all(forward, token, [peer.to_bytes(2, "big")])
+                    continue
                 if router.poll(None if due == math.inf else math.ceil(1000 * (due - now))):
-                    due = min(due, self._receive(router.recv_multipart(copy=False), forward))
+                    frames = router.recv_multipart(copy=False)
+                    if len(frames) != 2 or len(frames[1]):  # otherwise it only wakes this thread
+                        due = min(due, self._receive(frames, forward))
         except zmq.ContextTerminated:
             pass  # the mailbox has been closed
         finally:

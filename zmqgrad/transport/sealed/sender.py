@@ -53,7 +53,7 @@ class ChannelSocket(SessionSocket):
         self.cipher = cipher
         self.connected: Promise[None] = Promise()
         self.closed = False
-        super().__init__(name, endpoint, 0, 0, threading.Lock(), make_socket, hooks, b"", MONOTONIC.now())
+        super().__init__(name, endpoint, 0, threading.Lock(), make_socket, hooks, b"", MONOTONIC.now())
 
     def seal_and_send(self, frames: Sequence[Buffer], memory: memoryview, now: float) -> None:
         """Seals a message into ``memory`` and sends it. Sealed frames may be modified afterwards.

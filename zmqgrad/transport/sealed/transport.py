@@ -61,6 +61,7 @@ class SealedTransport:
         self._enabled = AVAILABLE or not secured
         self.send = self._pool.send
         self.unacknowledged = self._pool.unacknowledged
+        self.end = self._receiver.end
         self._lacks_cipher = zap is not None and not AVAILABLE
 
     def to(self, peer: int, frames: Sequence[Frame]) -> ChannelSocket | None:

@@ -8,6 +8,8 @@ is not released while a fork of this process may read it: see Note [Forks and bl
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +19,8 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
-from zmqgrad.transport.shared_memory.segment import MappedSegment, supported
-from zmqgrad.wire.messages import MAX_TENSORS, ArenaOffer, ArenaReply, FrameBuffer, FrameSlice, Manifest
-
-MAX_SEGMENTS = 64
-"""Maximum number of segments of one peer that are mapped."""
+from zmqgrad.transport.shared_memory.segment import MappedSegment
+from zmqgrad.wire.messages import MAX_TENSORS, ArenaOffer, FrameBuffer, FrameSlice, Manifest
 
 
 class _BlockRef(weakref.ref[Any]):
@@ -95,34 +94,32 @@ class MappedBlocks:
         self._segments: dict[tuple[int, int], _PeerSegment] = {}  # by peer and segment id
         self._released: dict[int, deque[int]] = {}  # by peer; filled by finalizers
         self._closed = False
+        self._lock = threading.Lock()  # guards additions to _segments
         self.has_releases: Callable[[int], object] = self._released.get
         """Returns, as a truth value, whether there are blocks to release to a peer."""
 
-    def map(self, peer: int, offer: ArenaOffer) -> ArenaReply:
-        """Map the segment that ``peer`` offers.
+    def map(self, peer: int, offer: ArenaOffer, fd: int) -> None:
+        """Map a segment of ``peer``, unless another of its connections has sent it. Closes ``fd``.
 
-        Returns:
-            The reply: the nonce, or the reason why the segment cannot be mapped.
+        Raises:
+            ProtocolError: if it cannot be mapped.
         """
-        if not supported():
-            return ArenaReply(b"", "this system has no shared memory of this kind")
-        if sum(1 for p, _ in list(self._segments) if p == peer) >= MAX_SEGMENTS:
-            return ArenaReply(b"", f"{MAX_SEGMENTS} segments are mapped already")
-        try:
-            mapped = MappedSegment(offer)
-        except (OSError, ValueError, OverflowError) as e:
-            return ArenaReply(b"", str(e))
-        released = self._released.setdefault(peer, deque())
-        self._segments[peer, offer.segment] = _PeerSegment(mapped, released, self._on_release)
-        if self._closed:  # by another thread, meanwhile
-            self._segments.clear()
-        return ArenaReply(mapped.nonce)
+        with self._lock:  # the readers of several connections
+            if (peer, offer.segment) in self._segments or self._closed:
+                os.close(fd)
+                return
+            try:
+                mapped = MappedSegment(fd, offer.size)
+            except (OSError, ValueError, OverflowError) as e:
+                raise ProtocolError(f"shared memory of worker {peer} cannot be mapped: {e}") from e
+            released = self._released.setdefault(peer, deque())
+            self._segments[peer, offer.segment] = _PeerSegment(mapped, released, self._on_release)
 
     def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> list[Buffer]:
         """Return the frames of a message of ``peer``. ``Inbound.release_frames`` can empty the list.
 
         Raises:
-            ProtocolError: if the manifest contradicts the segments or the ZeroMQ ``frames``.
+            ProtocolError: if the manifest contradicts the segments or the received ``frames``.
         """
         following = iter(frames)
         buffers = [self._open(peer, buffer, following) for buffer in manifest.buffers]
@@ -138,7 +135,7 @@ class MappedBlocks:
             return memoryview(frame)
         segment = self._segments.get((peer, buffer.segment))
         if segment is None:
-            raise ProtocolError(f"segment {buffer.segment} of a block was never offered by worker {peer}")
+            raise ProtocolError(f"segment {buffer.segment} of a block was never sent by worker {peer}")
         return segment.open(buffer)
 
     def take_releases(self, peer: int) -> tuple[int, ...]:
@@ -174,7 +171,8 @@ class MappedBlocks:
 
     def close(self) -> None:
         """Drop the segments of all peers, as :meth:`forget`. Idempotent."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         for peer in {peer for peer, _ in list(self._segments)}:
             self.forget(peer)
         self._released.clear()

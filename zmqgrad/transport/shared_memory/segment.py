@@ -2,12 +2,11 @@
 
 A segment is a sealed ``memfd``. It has no name in any file system, it cannot shrink under a reader (which
 would get SIGBUS), and the kernel frees it with the last process that maps it. Its size costs nothing: memory
-is allocated page by page, as blocks are first written. A reader opens it through ``/proc/<pid>/fd``, checks
-that it is the segment that was offered, and proves that by the nonce found there.
+is allocated page by page, as blocks are first written. Its descriptor is sent to the readers of this host.
 
-As long as a reader maps the segment, it holds an open-file-description lock on one byte of it. The kernel
-drops that lock with the mapping: with the last tensor on it, or with the process and its forks. So the
-creator can tell whether blocks may still be read, even after the reader has crashed.
+Each reader gets an open file description of its own, which holds a lock on one byte. The kernel drops that
+lock with the description: with the last tensor on the mapping, with the process and its forks, or with the
+packet if it is never read. So the creator can tell whether blocks may still be read.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ from typing import Any
 
 from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, FreeList, align_up
 from zmqgrad.wire.lazy_frame import Frame, LazyFrame
-from zmqgrad.wire.messages import ArenaOffer
 
 NAME = "zmqgrad"
-NONCE_BYTES = 16
 
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 
@@ -62,7 +59,6 @@ class Segment:
     def __init__(self, size: int) -> None:
         self.id = secrets.randbits(62) + 1
         self.size = align_up(size, PAGE_BYTES)
-        self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.free_list = FreeList(self.size)
         self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -75,16 +71,20 @@ class Segment:
             raise
         self._base: Any = ctypes.c_char.from_buffer(self._map)
         self._address = ctypes.addressof(self._base)
-        offset = self.free_list.allocate(NONCE_BYTES)
-        assert offset is not None
-        self._nonce_at = offset
-        self._map[offset : offset + NONCE_BYTES] = self.nonce
 
-    def offer(self, lock: int) -> ArenaOffer:
-        """Return what a peer needs to map the segment. The peer must lock byte ``lock``."""
-        stat = os.fstat(self._descriptor)
-        place = os.getpid(), self._descriptor, stat.st_dev, stat.st_ino
-        return ArenaOffer(self.id, self.size, *place, self._nonce_at, lock)
+    def open_for_reader(self, lock: int) -> int:
+        """Return a descriptor for a reader, whose description locks byte ``lock``. The caller must close it.
+
+        Raises:
+            OSError: if no descriptor is left.
+        """
+        fd = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, lock, 1, 0))
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
 
     def write(self, offset: int, data: Frame, copy: Copy = ctypes.memmove) -> None:
         """Copy ``data`` to ``offset``. ``copy`` (without the GIL) is used for bytes and writable buffers."""
@@ -101,7 +101,7 @@ class Segment:
             copy(self._address + offset, source, size)
 
     def is_mapped_by_peer(self, lock: int) -> bool:
-        """Return whether the peer that locks byte ``lock``, or a fork of it, maps the segment."""
+        """Return whether the peer that locks byte ``lock``, or a fork of it, has or gets the segment."""
         query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, lock, 1, 0)
         kind: int = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
@@ -147,27 +147,23 @@ def _array_type(size: int) -> Any:
 class MappedSegment:
     """A peer's segment, mapped here as long as it or one of its blocks is referenced.
 
-    ``nonce`` is what was read there, the proof that this is the segment that was offered.
+    Args:
+        fd: its descriptor, which this closes.
+        size: in bytes.
 
     Raises:
-        OSError, ValueError, OverflowError: if it cannot be opened or mapped, or is not what was offered.
+        OSError, ValueError, OverflowError: if it cannot be mapped, or may shrink.
     """
 
-    def __init__(self, offer: ArenaOffer) -> None:
-        self.size = offer.size
-        path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
-        target = os.readlink(path)
-        if not target.startswith(f"/memfd:{NAME}"):  # opening an unrelated pipe or device may have effects
-            raise OSError(f"{path} is {target!r}: the processes see different process numbers")
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
         try:
-            _check(descriptor, offer)
-            lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offer.lock, 1, 0)
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
-            self._map = mmap.mmap(descriptor, offer.size)  # duplicates the descriptor, which keeps the lock
+            stat = os.fstat(fd)
+            if stat.st_size != size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError(f"the memory has {stat.st_size} bytes (expected {size}), or may shrink")
+            self._map = mmap.mmap(fd, size)  # duplicates the descriptor, and keeps the lock
         finally:
-            os.close(descriptor)
-        self.nonce = self._map[offer.nonce_at : offer.nonce_at + NONCE_BYTES]
+            os.close(fd)
 
     def block(self, offset: int, size: int) -> Any:
         """Return ``size`` bytes as a ctypes array, which allows weak references and is kept by what uses it.
@@ -176,15 +172,3 @@ class MappedSegment:
             ValueError: if the block is not within the segment.
         """
         return _array_type(size).from_buffer(self._map, offset)
-
-
-def _check(descriptor: int, offer: ArenaOffer) -> None:
-    stat = os.fstat(descriptor)
-    if (stat.st_dev, stat.st_ino, stat.st_size) != (offer.device, offer.inode, offer.size):
-        raise OSError("the descriptor refers to other memory than was offered")
-    if stat.st_uid != os.geteuid():
-        raise OSError(f"the memory belongs to user {stat.st_uid}")
-    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise OSError("the memory is not sealed against shrinking")
-    if offer.nonce_at + NONCE_BYTES > offer.size:
-        raise OSError("the nonce is outside of the memory")

@@ -1,7 +1,6 @@
-"""What a mailbox does with frames: shared memory if the peer can read it, a socket otherwise.
+"""What a mailbox does with frames: shared memory if the peer is on this host, a socket otherwise.
 
-Whether a peer can is determined with the first message that is large enough. If the peer cannot, has not
-replied yet, or the arena is full, the frames go through the socket, and a counter per reason is incremented.
+If the arena is full, the frames go through the socket, and a counter per reason is incremented.
 
 Blocks are released by the manifest of the next message to their owner, or after :data:`RELEASE_SECONDS` by a
 message of their own.
@@ -13,20 +12,23 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.base import Buffer, Timer
+from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.local.connection import Offer
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.arena import Arena, Lease
 from zmqgrad.transport.shared_memory.copier import Copier
 from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan
-from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
+from zmqgrad.wire.codec import encode
 from zmqgrad.wire.lazy_frame import Frame
-from zmqgrad.wire.messages import ArenaOffer, ArenaReply, FrameBuffer, Manifest, Message, Release
+from zmqgrad.wire.messages import ArenaOffer, FrameBuffer, Manifest, Message, Release
 
 logger = logging.getLogger(__name__)
 
@@ -37,37 +39,29 @@ TRIM_SECONDS = 30.0
 """Free memory of an arena that was not used for once to twice this time returns to the system."""
 
 
-class Send(Protocol):
-    """Sends a control message, as :meth:`Mailbox.send`."""
-
-    def __call__(self, peer: int, message: Message, message_id: int) -> None:
-        """Queue ``message`` for ``peer``."""
-
-
 class SharedMemoryTransport:
     """The shared memory of one mailbox: its arena, and the blocks that it has mapped.
 
     Args:
         name: of the worker.
         settings: of its arena. If that is disabled, blocks of peers are still mapped.
-        send: of the mailbox.
-        may_wait: returns whether the calling thread may wait for a message of a peer. The receiver must not.
+        notify: sends a control message to a peer, and does not raise because of the peer.
     """
 
-    def __init__(
-        self, name: str, settings: ArenaSettings, send: Send, may_wait: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, name: str, settings: ArenaSettings, notify: Callable[[int, Message], None]) -> None:
         self._name = name
         self._threshold = settings.threshold
-        self._send_message = send
+        self._notify = notify
         self._pid = os.getpid()
-        self._arena = Arena(settings.limit if supported() else 0, self._send, may_wait)
+        self._arena = Arena(settings.limit if supported() else 0)
         self._copier = Copier(name)
         self._copy = self._copier.copy
         self._mapped_blocks = MappedBlocks(self._on_release)
         self.has_releases = self._mapped_blocks.has_releases
         """Returns, as a truth value, whether there are blocks to release to a peer."""
-        self._timer: Timer | None = None
+        self.sender = (0, 0)
+        """Worker id and incarnation, for the packets with descriptors."""
+        self._timer: ServiceThread | None = None
         self._release_scheduled = False
         self._trim_scheduled = False
         self._closed = False
@@ -75,7 +69,7 @@ class SharedMemoryTransport:
         self.bytes_out = 0
         self.bytes_in = 0
 
-    def start(self, timer: Timer | None) -> None:
+    def start(self, timer: ServiceThread | None) -> None:
         """Release blocks by ``timer`` if no other message does."""
         self._timer = timer
 
@@ -102,29 +96,40 @@ class SharedMemoryTransport:
             leases = self._lease(peer, local, buffers)
             if leases is not None:
                 placed = tuple([FrameBuffer(b.segment.id, b.number, b.offset, b.size) for b in leases])
-                prepared = PreparedFrames(Manifest(placed, slices, released), ())
+                segments = {lease.segment.id: lease.segment for lease in leases}
+                prepared = PreparedFrames(Manifest(placed, slices, released), (), tuple(segments.values()))
                 try:
                     for part, frame in zip(slices, frames, strict=True):
                         lease = leases[part.buffer]
                         lease.segment.write(lease.offset + part.offset, frame, self._copy)
                 except BaseException:  # including Ctrl-C, as large copies take long
+                    self._arena.written(leases)
                     self.rollback(peer, prepared)
                     raise
+                self._arena.written(leases)
                 self.bytes_out += total
                 return prepared
         return pack_for_socket(frames, sizes, released)
 
-    def rollback(self, peer: int, prepared: PreparedFrames) -> None:
-        """Undo :meth:`prepare`: ``prepared`` was not sent."""
+    def rollback(self, peer: int, prepared: PreparedFrames, *, perhaps_sent: bool = False) -> None:
+        """Undo :meth:`prepare`: ``prepared`` was not sent.
+
+        Args:
+            peer: the receiver.
+            prepared: what :meth:`prepare` returned.
+            perhaps_sent: the peer may read the blocks, so they stay leased until it releases them or is lost.
+        """
         if prepared.manifest is not None:
             self._mapped_blocks.restore_releases(peer, prepared.manifest.released)
+            if perhaps_sent:
+                return
             self._arena.release(peer, [p.block for p in prepared.manifest.buffers if p.segment])
 
     def _lease(self, peer: int, local: bool, sizes: list[int]) -> list[Lease] | None:
         if not self._arena.limit or self._pid != os.getpid():
             result: list[Lease] | str = "off"
         else:
-            result = self._arena.lease(peer, sizes) if local else "other host"
+            result = self._arena.lease(peer, sizes, keep=True) if local else "other host"
         if isinstance(result, str):
             self.fallbacks[result] += 1
             return None
@@ -133,11 +138,13 @@ class SharedMemoryTransport:
             self._schedule(TRIM_SECONDS, self._trim)
         return result
 
-    def _send(self, peer: int, message: Message, message_id: int) -> None:
-        try:
-            self._send_message(peer, message, message_id)
-        except ZmqgradError as e:
-            logger.debug("%s cannot send %s to worker %d: %s", self._name, message, peer, e)
+    def offers(self, peer: int, prepared: PreparedFrames) -> list[Offer]:
+        """Return the segments that ``peer`` needs for ``prepared``."""
+        return [Offer(segment.id, partial(self._describe, peer, segment)) for segment in prepared.segments]
+
+    def _describe(self, peer: int, segment: Segment) -> tuple[bytes, int]:
+        offer = ArenaOffer(segment.id, segment.size)
+        return bytes(encode(offer, *self.sender, 0)), self._arena.open_for(peer, segment)
 
     # ---- receiving --------------------------------------------------------------------------------------
 
@@ -155,17 +162,9 @@ class SharedMemoryTransport:
         self.bytes_in += sum([p.size for p in manifest.buffers if p.segment])
         return opened
 
-    def on_message(self, peer: int, message: Message, message_id: int) -> None:
-        """Process an offer of a peer, a reply to an offer, or a release. Called by the receiver."""
-        if isinstance(message, ArenaOffer):
-            reply = self._mapped_blocks.map(peer, message)
-            self._send(peer, reply, message_id)
-            if reply.nonce and self._arena.limit:
-                # Large requests may have large replies. The peer is certainly on this host.
-                self._arena.offer_if_new(peer, self._threshold)
-        elif isinstance(message, ArenaReply):
-            self._arena.on_reply(peer, message, message_id)
-        # A Release has done its work by its manifest.
+    def on_offer(self, peer: int, offer: ArenaOffer, fd: int) -> None:
+        """Map a segment of ``peer``. Raises ProtocolError if that is not possible. Closes ``fd``."""
+        self._mapped_blocks.map(peer, offer, fd)
 
     # ---- releases and unused memory ---------------------------------------------------------------------
 
@@ -185,7 +184,7 @@ class SharedMemoryTransport:
         forks.unpin_ended()
         for peer in self._mapped_blocks.peers_with_releases():
             if not self._closed:
-                self._send(peer, Release(), 0)  # with a manifest, which contains the releases
+                self._notify(peer, Release())  # with a manifest, which contains the releases
         self._arena.reclaim()
 
     def _trim(self) -> None:
@@ -198,7 +197,7 @@ class SharedMemoryTransport:
     # ---- the end ----------------------------------------------------------------------------------------
 
     def forget(self, peer: int) -> None:
-        """Drop all state of ``peer``. If it returns, it gets a new offer."""
+        """Drop all state of ``peer``."""
         self._mapped_blocks.forget(peer)
         self._arena.forget(peer)
 

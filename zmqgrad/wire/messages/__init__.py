@@ -84,12 +84,12 @@ Watching keys (:mod:`~zmqgrad.wire.messages.watching`), client to server and bac
 Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
 
     HELLO                          reserved and never sent: every envelope identifies its sender
-    GOODBYE                        the receiver was declared lost and gets no more messages
-    ARENA_OFFER                    offers shared memory to map -> ARENA_REPLY
-    ARENA_REPLY                    reply: the nonce read there, or why it could not be read
+    GOODBYE                        the last message: the sender leaves, or has declared the receiver lost
+    ARENA_OFFER                    shared memory to map, with its descriptor
+    LARGE_MESSAGE                  a message whose first frame was sent in chunks
     RELEASE                        releases the shared-memory blocks listed in the manifest
-    CREDIT                         this many more bytes were consumed
-    CREDIT_WANTED                  the sender is out of credit: send CREDIT after this many more bytes
+    CREDIT                         its envelope tells how much was consumed
+    CREDIT_WANTED                  the sender is out of credit: send CREDIT after this many bytes
     CHUNK                          part of a large frame, ahead of its message
     ACK                            acknowledges messages up to a number, by the envelope alone
     BULK_OPEN                      opens a channel for sealed records -> BULK_READY
@@ -149,7 +149,6 @@ from zmqgrad.wire.messages.calls import (
 from zmqgrad.wire.messages.delivery import (
     Ack,
     ArenaOffer,
-    ArenaReply,
     BulkAck,
     BulkOpen,
     BulkReady,
@@ -160,6 +159,7 @@ from zmqgrad.wire.messages.delivery import (
     FrameSlice,
     Goodbye,
     Hello,
+    LargeMessage,
     Manifest,
     Release,
 )

@@ -107,8 +107,8 @@ class MessageType(enum.IntEnum):
     # delivery
     HELLO = 0x70  # reserved, as GOODBYE
     GOODBYE = 0x71
-    ARENA_OFFER = 0x72 | REQUEST
-    ARENA_REPLY = 0x73 | RESPONSE
+    ARENA_OFFER = 0x72
+    LARGE_MESSAGE = 0x73
     RELEASE = 0x74
     CREDIT = 0x75
     CREDIT_WANTED = 0x76

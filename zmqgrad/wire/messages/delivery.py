@@ -58,7 +58,7 @@ class Manifest(WireStruct, frozen=True):
 class Hello(Message, frozen=True):
     """Reserved and never sent.
 
-    Every envelope identifies its sender and incarnation; ARENA_OFFER finds out whether memory can be shared.
+    Every envelope identifies its sender and incarnation.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.HELLO
@@ -66,40 +66,29 @@ class Hello(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """Worker to a peer that it declared lost for ``reason``, and that sent a message again.
-
-    The loss is final for both: this worker will send nothing more.
-    """
+    """Worker to a peer, as its last message: it leaves, or has declared the peer lost, for ``reason``."""
 
     TYPE: ClassVar[MessageType] = MessageType.GOODBYE
     reason: Text = ""
 
 
 class ArenaOffer(Message, frozen=True):
-    """Worker to a peer, before the first large message: offers shared memory to map.
+    """Worker to a peer on its host: a segment of ``size`` bytes, whose descriptor is in the same packet.
 
-    ``segment`` has ``size`` bytes; it is descriptor ``descriptor`` of process ``pid``, with ``device`` and
-    ``inode``. The nonce at ``nonce_at`` proves that the peer read it. The peer holds a lock on byte ``lock``
-    while it uses the segment.
+    The descriptor holds a lock, by which the sender finds out whether the segment is still mapped.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.ARENA_OFFER
     segment: Id
     size: Size
-    pid: Size
-    descriptor: Size
-    device: Id
-    inode: Id
-    nonce_at: Size
-    lock: Size
 
 
-class ArenaReply(Message, frozen=True):
-    """Reply to ARENA_OFFER: the ``nonce`` that was read, or empty, and ``why`` it could not be read."""
+class LargeMessage(Message, frozen=True):
+    """Worker to a peer: a message whose first frame of ``size`` bytes was sent in chunks as ``stream``."""
 
-    TYPE: ClassVar[MessageType] = MessageType.ARENA_REPLY
-    nonce: Annotated[bytes, Meta(max_length=64)]
-    why: Text = ""
+    TYPE: ClassVar[MessageType] = MessageType.LARGE_MESSAGE
+    stream: Id
+    size: Size
 
 
 class Release(Message, frozen=True):
@@ -109,39 +98,34 @@ class Release(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """Worker to a peer: this many more bytes of the peer's frames were consumed.
-
-    ``requests`` counts the frames of requests, ``replies`` those of replies.
-    """
+    """Worker to a peer, if no other message is due: its envelope tells what was consumed."""
 
     TYPE: ClassVar[MessageType] = MessageType.CREDIT
-    requests: Size = 0
-    replies: Size = 0
 
 
 class CreditWanted(Message, frozen=True):
-    """Worker to a peer: a message waits for credit; send CREDIT after consuming this many more bytes.
+    """Worker to a peer: a message waits; send CREDIT as soon as this many bytes in all were consumed.
 
-    0 in ``requests`` or ``replies`` means that no message of that kind waits. ``again``: it has waited for
-    long; this message follows everything sent so far, so count what did not arrive as consumed.
+    0 in ``requests`` or ``replies`` means that no message of that kind waits.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CREDIT_WANTED
     requests: Size = 0
     replies: Size = 0
-    again: bool = False
 
 
 class Chunk(Message, frozen=True):
     """Worker to a peer: the part at ``offset`` of a frame of ``total`` bytes, ahead of its message.
 
-    The manifest of the message refers to the frame by ``stream``. Chunks arrive in order.
+    The manifest of the message refers to the frame by ``stream``. Chunks arrive in order. The part is the
+    frame of this message, or ``data`` within a host.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CHUNK
     stream: Id
     offset: Size
     total: Size
+    data: bytes = b""
 
 
 class Ack(Message, frozen=True):

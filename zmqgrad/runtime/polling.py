@@ -9,7 +9,7 @@ import math
 import os
 import select
 import sys
-import threading
+from collections.abc import Callable
 
 READ, WRITE = 1, 4
 """Event masks, the same for epoll and poll."""
@@ -18,6 +18,7 @@ MAX_SECONDS = 3600.0
 """Longest timeout of one poll: both epoll and poll count milliseconds in 31 bits."""
 
 _MAX_MILLISECONDS = 1 << 30
+_ONE = (1).to_bytes(8, "little")
 
 
 def to_milliseconds(seconds: float | None) -> int:
@@ -50,11 +51,13 @@ else:
 
 
 class Wakeup:
-    """Wakes a thread that polls ``fd``, which is readable from :meth:`set` to :meth:`clear`."""
+    """Wakes a thread that polls ``fd``, which is readable from :meth:`set` to :meth:`clear`.
+
+    No lock, so that finalizers may call :meth:`set`. The descriptor is closed with the last reference, as
+    another thread may be about to write to it, and its number could be reused.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _closed: a closed descriptor's number may be reused
-        self._closed = False
         if hasattr(os, "eventfd"):
             self.fd = self._write = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
@@ -63,13 +66,11 @@ class Wakeup:
             os.set_blocking(self._write, False)
 
     def set(self) -> None:
-        """Makes the descriptor readable. From any thread; no effect after :meth:`close`."""
-        with self._lock:
-            if not self._closed:
-                try:
-                    os.write(self._write, (1).to_bytes(8, "little"))
-                except BlockingIOError:
-                    return  # the pipe is full, hence readable
+        """Makes the descriptor readable. From any thread, and from finalizers."""
+        try:
+            os.write(self._write, _ONE)
+        except BlockingIOError:
+            return  # the pipe is full, hence readable
 
     def clear(self) -> None:
         """Makes the descriptor unreadable."""
@@ -79,11 +80,27 @@ class Wakeup:
         except BlockingIOError:
             return  # another thread has cleared it
 
-    def close(self) -> None:
-        """Closes the descriptor. Idempotent."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                os.close(self.fd)
-                if self._write != self.fd:
-                    os.close(self._write)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # `close` is bound as a default: while the interpreter ends, globals of modules become None.
+        for fd in {getattr(self, "fd", -1), getattr(self, "_write", -1)} - {-1}:
+            try:
+                close(fd)
+            except OSError:
+                return  # the program has closed all file descriptors
+
+
+class _Spent(Wakeup):
+    """Takes the place of a wake-up whose poller has ended: its descriptor is closed with the last user."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+
+    def set(self) -> None:
+        """Does nothing."""
+
+    def clear(self) -> None:
+        """Does nothing."""
+
+
+SPENT: Wakeup = _Spent()
+"""Wakes nothing. Assigning it in place of a wake-up closes that one, once no thread uses it any more."""

@@ -1,0 +1,132 @@
+"""Finalizers of the program (``__del__``) that make calls, in the threads where the collector runs them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import eventually
+from tests.transport.test_contract import TcpAlone
+from zmqgrad import rpc
+from zmqgrad.errors import RpcError
+from zmqgrad.rpc.current import reset_current_worker, set_current_worker
+from zmqgrad.rpc.membership.group import make_worker
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.mailbox import ZmqMailbox
+
+WAIT = 20.0
+
+
+@pytest.fixture(params=[ZmqMailbox, TcpAlone])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
+    """Two workers of this process, over sockets; the test acts for the first."""
+    options = RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
+    workers = [make_worker(f"worker{n}", n, 2, request.param(f"worker{n}", n), options) for n in range(2)]
+    for worker in workers:
+        for other in workers:
+            worker.membership.learn(other.membership.own)
+        worker.start()
+    token = set_current_worker(workers[0])
+    told.clear()
+    try:
+        yield workers
+    finally:
+        reset_current_worker(token)
+        for worker in workers:
+            worker.close()
+        for worker in workers:
+            assert worker.join(Deadline.after(WAIT)) == []
+
+
+told: list[str] = []
+
+
+def tell(what: str) -> str:
+    """Called remotely, by the finalizer."""
+    told.append(what)
+    return what
+
+
+class Remote:
+    """Stands for something at worker 1, which it releases when it is collected."""
+
+    def __init__(self, worker: Worker, release: Callable[[], Any]) -> None:
+        self.cycle, self.worker, self.release = self, worker, release
+        self.outcome: list[Any] = []
+        outcomes.append(self.outcome)
+
+    def __del__(self) -> None:
+        token = set_current_worker(self.worker)
+        try:
+            self.outcome.append(threading.current_thread().name)
+            self.outcome.append(self.release())
+        except RpcError as e:
+            self.outcome.append(str(e))
+        finally:
+            reset_current_worker(token)
+
+
+outcomes: list[list[Any]] = []
+
+
+def collect_in_reading_thread(worker: Worker) -> None:
+    """The next message that is read makes its reader the one that runs the collector."""
+    idle = threading.get_ident()
+
+    def tap(outgoing: bool, *_: Any) -> None:
+        if not outgoing and threading.get_ident() != idle and not told:
+            worker.mailbox.tap = None
+            gc.collect()
+
+    worker.mailbox.tap = tap
+    rpc.rpc_async(1, len, args=("abc",))
+
+
+def collect_in_timer(worker: Worker) -> None:
+    """As the name says."""
+    worker.timer.call_soon(lambda: [gc.collect(), None][1])
+
+
+CALLS = {
+    "sync": lambda: rpc.rpc_sync(1, tell, args=("released",)),
+    "future": lambda: rpc.rpc_async(1, tell, args=("released",)).wait(),
+    "to_here": lambda: rpc.remote(1, tell, args=("released",)).to_here(),
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("collect", [collect_in_reading_thread, collect_in_timer])
+def test_a_finalizer_that_waits_stops_no_other_call(
+    pair: list[Worker], collect: Callable[[Worker], None], how: str
+) -> None:
+    gc.collect()
+    Remote(pair[0], CALLS[how])
+    collect(pair[0])
+    outcome = eventually(lambda: outcomes[-1], lambda seen: len(seen) == 2, WAIT / 2)
+    assert outcome[0].startswith(("worker0-engine", "worker0-service"))
+    assert "was sent, but its result cannot be waited for" in outcome[1]
+    assert "rpc_async" in outcome[1]
+    eventually(lambda: told, lambda seen: seen == ["released"], WAIT / 2)
+    assert rpc.rpc_async(1, tell, args=("still here",), timeout=WAIT / 2).wait() == "still here"
+
+
+@pytest.mark.parametrize("collect", [collect_in_reading_thread, collect_in_timer])
+def test_a_finalizer_may_call_without_waiting(pair: list[Worker], collect: Callable[[Worker], None]) -> None:
+    gc.collect()
+    Remote(pair[0], lambda: rpc.rpc_async(1, tell, args=("released",)))
+    collect(pair[0])
+    outcome = eventually(lambda: outcomes[-1], lambda seen: len(seen) == 2, WAIT / 2)
+    assert outcome[1].wait() == "released"
+
+
+def test_a_finalizer_in_a_thread_of_the_program_may_wait(pair: list[Worker]) -> None:
+    gc.collect()
+    Remote(pair[0], CALLS["sync"])
+    gc.collect()
+    assert outcomes[-1] == [threading.current_thread().name, "released"]

@@ -1,0 +1,532 @@
+"""Races of links: one thread is stopped at a step, and what others do meanwhile must not be lost."""
+
+from __future__ import annotations
+
+import errno
+import math
+import select
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import eventually
+from tests.transport.contract import Box, Office, office_of
+from tests.transport.test_contract import OverArena, OverZmq
+from zmqgrad.errors import ProtocolError, TransportError
+from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.transport import local
+from zmqgrad.transport.base import Inbound, PeerEnd, ReplyChannel
+from zmqgrad.transport.endpoint import Endpoint
+from zmqgrad.transport.links import Links
+from zmqgrad.transport.local import LocalConnection
+from zmqgrad.transport.local.channels import ReplyChannel as Channel
+from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.wire.messages import ExceptionReply, Hello, RRefAck, StoreSet
+
+pytestmark = pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    with office_of(OverZmq("ipc")) as opened:
+        yield opened
+
+
+def connection_of(box: Box, peer: int) -> LocalConnection:
+    """The connection by which ``box`` sends to ``peer``."""
+    assert isinstance(box.mailbox, ZmqMailbox)
+    connection = box.mailbox._links.to(peer).local
+    assert connection is not None
+    return connection
+
+
+class Gate:
+    """A handler that stops the reading thread of its mailbox while it is closed."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.ids: list[int] = []
+
+    def __call__(self, inbound: Inbound) -> None:
+        self.entered.release()
+        assert self.opened.wait(20)
+        self.ids.append(inbound.envelope.message_id)
+
+
+def test_what_is_queued_while_the_last_of_the_queue_leaves_is_sent(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has sent the queue must not then register that nothing waits."""
+    a, gate = office.open(0), Gate()
+    office.open(1, gate)
+    sent = 0
+
+    def fill() -> None:
+        nonlocal sent
+        gate.opened.clear()
+        while True:
+            a.mailbox.send(1, Hello("x"), sent)
+            sent += 1
+            if sent > 1 and connection.backlog() > 1:
+                return
+
+    a.mailbox.send(1, Hello("x"), sent)
+    sent += 1
+    connection = connection_of(a, 1)
+    flush, filled = LocalConnection.flush, threading.Event()
+
+    def flush_and_fill(self: LocalConnection, *args: object) -> bool:
+        flushed = flush(self, *args)  # type: ignore[arg-type]
+        if self is connection and flushed and not filled.is_set():
+            fill()
+            filled.set()
+        return flushed
+
+    fill()
+    monkeypatch.setattr(LocalConnection, "flush", flush_and_fill)
+    gate.opened.set()
+    assert filled.wait(20)
+    gate.opened.set()
+    eventually(lambda: len(gate.ids), lambda count: count == sent)
+    assert gate.ids == list(range(sent))
+
+
+def test_an_event_of_another_connection_with_the_same_descriptor_does_no_harm(office: Office) -> None:
+    """The service thread may handle an event after its descriptor was closed, and used again."""
+    a, b = office.pair()
+    a.mailbox.send(1, Hello("x"), 1)
+    b.take()
+    assert isinstance(a.mailbox, ZmqMailbox)
+    links, connection = a.mailbox._links, connection_of(a, 1)
+    link = links.to(1)
+    links._on_event(link, connection, select.POLLHUP)
+    assert not link.end_reason
+    fd, connection.fd = connection.fd, -1  # as when another thread has closed it since
+    links._on_event(link, connection, select.POLLHUP)
+    connection.fd = fd
+    assert links._service is not None
+    assert fd in links._service._handlers
+    a.mailbox.send(1, Hello("x"), 2)
+    assert b.take()[0].envelope.message_id == 2
+    assert not link.end_reason
+
+
+class Ends(Box):
+    """A box that collects the ends of links as well."""
+
+    def __init__(self, office: Office, worker_id: int, handler: Gate | None = None) -> None:
+        opened = office.open(worker_id, start=False)
+        super().__init__(opened.mailbox)
+        self.ends: SimpleQueue[PeerEnd] = SimpleQueue()
+        self.mailbox.start(handler or self.arrived.put, office.resolve, on_end=self.ends.put)
+
+
+def connect(a: Box, b: Box) -> LocalConnection:
+    """A connection from ``a`` that ``b``, whose reading thread is stopped, has not accepted yet."""
+    assert isinstance(a.mailbox, ZmqMailbox)
+    links = a.mailbox._links
+    links.open(links.to(b.mailbox.worker_id))
+    return connection_of(a, b.mailbox.worker_id)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_connection_of_a_peer_that_is_lost_is_refused(office: Office, has_ended: bool) -> None:
+    """Accepted, it would delay the end of the link while the peer lives, or deliver messages after it."""
+    gate = Gate()
+    a, b, c = Ends(office, 0, gate), Ends(office, 1), office.open(2)
+    if not has_ended:
+        c.mailbox.send(0, Hello("x"), 1)
+        gate.entered.acquire()
+        a.mailbox.end(1, "lost")
+        connect(b, a)
+        b.mailbox.send(0, Hello("x"), 2)
+        gate.opened.set()
+    else:
+        gate.opened.set()
+        a.mailbox.end(1, "lost")
+    assert a.ends.get(timeout=20) == PeerEnd(1, 0, "lost")
+    if has_ended:
+        connect(b, a)
+        b.mailbox.send(0, Hello("x"), 2)
+    assert b.ends.get(timeout=20).peer == 0
+    c.mailbox.send(0, Hello("x"), 3)
+    eventually(lambda: gate.ids, lambda ids: ids and ids[-1] == 3)
+    assert (2 in gate.ids) is not has_ended  # what had arrived when the link began to end is delivered
+
+
+@pytest.fixture
+def tcp_office() -> Iterator[Office]:
+    with office_of(OverZmq("tcp")) as opened:
+        yield opened
+
+
+def endpoint_of(box: Box) -> Endpoint:
+    assert isinstance(box.mailbox, ZmqMailbox)
+    return box.mailbox._endpoint
+
+
+def stop_reading(box: Box) -> threading.Event:
+    """Stop the reading thread of ``box``, which is idle, until the event is set."""
+    stopped, goes_on = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        stopped.set()
+        assert goes_on.wait(20)
+
+    endpoint_of(box).post(stop)
+    assert stopped.wait(20)
+    return goes_on
+
+
+def send_last(b: Box, *ids: int) -> None:
+    """Send to worker 0 by tcp, and close the connection behind that, as a process that is killed does."""
+    for n in ids:
+        b.mailbox.send(0, Hello("x"), n)
+    assert isinstance(b.mailbox, ZmqMailbox)
+    session = b.mailbox._links.to(0).session
+    assert session is not None
+    eventually(lambda: session._ready)
+    with session.lock:
+        session.close(linger=10_000)
+
+
+@pytest.mark.parametrize("disconnects", [False, True])
+def test_the_first_message_by_tcp_is_read_before_the_end(tcp_office: Office, disconnects: bool) -> None:
+    """Even if the reader learns first that the connection was closed, or that the process has ended."""
+    a, b = Ends(tcp_office, 0), tcp_office.open(1)
+    goes_on = stop_reading(a)
+    if not disconnects:
+        endpoint_of(a).end(1, "lost")
+    send_last(b, 1, 2)
+    monitor = endpoint_of(a)._monitor
+    assert monitor is not None
+    assert monitor._pair.poll(20_000)
+    if disconnects:
+        endpoint_of(a)._posted.append(lambda: endpoint_of(a)._poll(0))  # as the next step of the reader
+        endpoint_of(a).end(1, "its process has ended", disconnects=True)
+    goes_on.set()
+    assert [inbound.envelope.message_id for inbound in a.take(2)] == [1, 2]
+    assert a.ends.get(timeout=20).peer == 1
+    assert a.nothing_more()
+
+
+def test_a_new_connection_by_tcp_does_not_delay_the_end(tcp_office: Office) -> None:
+    a, b = Ends(tcp_office, 0), tcp_office.open(1)
+    b.mailbox.send(0, Hello("x"), 1)
+    a.take()
+    goes_on = stop_reading(a)
+    endpoint_of(a).end(1, "lost", disconnects=True)  # which waits until the first connection is closed
+    assert isinstance(b.mailbox, ZmqMailbox)
+    session = b.mailbox._links.to(0).session
+    assert session is not None
+    with session.lock:
+        session._close_socket()
+        session._try_to_open(MONOTONIC.now())
+    eventually(lambda: session._ready)
+    b.mailbox.send(0, Hello("x"), 2)
+    goes_on.set()
+    assert a.ends.get(timeout=20).peer == 1
+
+
+# ---- credit ----------------------------------------------------------------------------------------------
+
+
+def in_flight(box: Box) -> dict[int, int]:
+    """Bytes for which ``box`` expects credit, by peer."""
+    found: dict[int, int] = box.mailbox.statistics()["inflight"]["bytes"]
+    return found
+
+
+def replied(a: Box, b: Box) -> int:
+    """The number of a reply channel of ``a``, for which ``b`` can use it."""
+    a.mailbox.send(1, Hello("x"), 1)
+    b.take()
+    channel = a.mailbox.acquire_channel(1)
+    assert channel is not None
+    channel.release()
+    return channel.number
+
+
+def test_a_reply_reaches_the_receiver_if_there_is_no_descriptor_for_its_channel(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = office.pair()
+    number = replied(a, b)
+    b.mailbox.send(0, Hello("x"), 2)
+    a.take()
+
+    def refuse(*args: object, **options: object) -> LocalConnection:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "connect", refuse)
+        b.mailbox.send(0, ExceptionReply("w1", "kind", "x" * 4000, ""), 3, (), number)
+    assert a.take()[0].envelope.message_id == 3
+    b.mailbox.send(0, RRefAck(), 4, (), number)
+    assert a.nothing_more(), "it goes by the channel again"
+
+
+@pytest.mark.parametrize("size", [2000, 20_000])
+def test_a_message_that_cannot_be_sent_keeps_no_credit(
+    office: Office, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = office.pair()
+    a.mailbox.send(1, Hello("x"), 1)
+    b.take()
+
+    def fail(*args: object) -> None:
+        raise TransportError("no")
+
+    with monkeypatch.context() as patched:
+        for name in ("send_packet", "send_local"):
+            patched.setattr(Links, name, fail)
+        with pytest.raises(TransportError):
+            a.mailbox.send(1, StoreSet("key", bytes(size)), 2)
+    assert in_flight(a) == {}
+
+
+def test_a_message_that_fails_behind_its_wait_keeps_no_credit(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = office.pair()
+    a.mailbox.send(1, Hello("x"), 1)
+    b.take()
+    assert isinstance(a.mailbox, ZmqMailbox)
+    plane = a.mailbox._plane
+    prepare = plane.prepare
+
+    def interrupted(*args: object) -> object:
+        raise KeyboardInterrupt
+
+    def refuse(*args: object, **kwargs: object) -> bool:
+        monkeypatch.setattr(plane, "prepare", interrupted)
+        return False
+
+    monkeypatch.setattr(plane.send_window, "try_reserve", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        a.mailbox.send(1, StoreSet("key", b""), 2, [bytes(5000)])
+    monkeypatch.setattr(plane, "prepare", prepare)
+    assert in_flight(a) == {}
+
+
+@pytest.mark.parametrize("in_frame", [True, False])
+def test_a_message_that_lacks_a_chunk_counts_as_consumed(
+    office: Office, in_frame: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its sender would lack that credit for ever."""
+    a, b = office.pair()
+
+    def no_memory(*args: object) -> None:
+        raise ProtocolError("no memory")
+
+    assert isinstance(b.mailbox, ZmqMailbox)
+    with monkeypatch.context() as patched:
+        patched.setattr(b.mailbox._plane.reassembler, "reserve", no_memory)
+        a.mailbox.send(1, StoreSet("key", b"" if in_frame else bytes(50_000)), 1, [bytes(50_000)] * in_frame)
+        a.mailbox.send(1, Hello("x"), 2)
+        assert b.take()[0].envelope.message_id == 2
+    assert b.mailbox._consumed(0) == (in_flight(a)[1], 0)
+
+
+# ---- reply channels --------------------------------------------------------------------------------------
+
+
+def opened_channel(a: Box, b: Box) -> ReplyChannel:
+    """A reply channel of ``a`` by which ``b`` has replied."""
+    a.mailbox.send(1, Hello("x"), 1)
+    b.take()
+    channel = a.mailbox.acquire_channel(1)
+    assert channel is not None
+    sent = 0
+
+    def arrived() -> bool:  # the first go to the receiver, until the channel has accepted the connection
+        nonlocal sent
+        sent += 1
+        b.mailbox.send(0, RRefAck(), 1, (), channel.number)
+        return channel.receive(0.01) is not None
+
+    eventually(arrived, bool)
+    received = 1
+    while channel.receive(0.0) is not None:
+        received += 1
+    channel.settle()
+    a.take(sent - received)
+    return channel
+
+
+def test_an_end_that_begins_while_the_owner_is_just_woken_is_delivered(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner may do something else then, such as wait for that peer by another port."""
+    a, b = Ends(office, 0), office.open(1)
+    channel = opened_channel(a, b)
+    woken, goes_on = threading.Event(), threading.Event()
+    read = Channel._read
+
+    def read_and_stop(self: Channel, ready: list[tuple[int, int]]) -> bool:
+        over = read(self, ready)
+        woken.set()
+        assert goes_on.wait(20)
+        return over
+
+    monkeypatch.setattr(Channel, "_read", read_and_stop)
+    results: SimpleQueue[Inbound | None] = SimpleQueue()
+    owner = threading.Thread(target=lambda: results.put(channel.receive(None)))
+    owner.start()
+    channel.wake()
+    assert woken.wait(20)
+    endpoint_of(a).end(1, "lost")
+    stop_reading(a).set()  # behind the end
+    goes_on.set()
+    assert results.get(timeout=20) is None
+    assert a.ends.get(timeout=20).peer == 1
+    owner.join()
+    channel.release()
+
+
+def test_an_owner_that_waits_reads_again_once_there_are_descriptors(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its poll does not see a descriptor that another thread adds meanwhile."""
+    a, b = office.pair()
+    channel = opened_channel(a, b)
+    assert isinstance(channel, Channel)
+    (connection,) = channel._listener.connections.values()
+    later: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    monkeypatch.setattr(channel._listener, "_call_later", lambda _, job: later.put(job))
+    receive, results = connection.receive, SimpleQueue[Inbound | None]()
+
+    def refuse(*args: object) -> bytes:
+        connection.receive = receive
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    connection.receive = refuse
+    b.mailbox.send(0, RRefAck(), 2, (), channel.number)
+
+    channel._spinner._credit = -math.inf  # it blocks at once
+
+    def own() -> None:
+        while (inbound := channel.receive(20)) is None:
+            pass
+        results.put(inbound)
+
+    owner = threading.Thread(target=own)
+    owner.start()
+    resume = later.get(timeout=20)
+    state = Path(f"/proc/self/task/{owner.native_id}/stat")
+    eventually(lambda: state.read_text().split()[2] == "S")
+    resume()
+    inbound = results.get(timeout=10)
+    assert inbound is not None
+    assert inbound.envelope.message_id == 2
+    owner.join()
+    channel.release()
+
+
+def test_a_channel_is_abandoned_without_descriptors(office: Office) -> None:
+    a, b = office.pair()
+    channel = opened_channel(a, b)
+    assert isinstance(channel, Channel)
+    (connection,) = channel._listener.connections.values()
+
+    def refuse(*args: object) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    connection.receive = refuse
+    channel._listener.read(connection.fd)
+    channel.abandon(a.arrived.put)
+    assert connection.fd == -1
+
+
+# ---- interrupts ------------------------------------------------------------------------------------------
+
+
+def test_a_block_of_an_interrupted_send_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt is raised when the message has left, so the peer will read it."""
+    with office_of(OverArena()) as office:
+        a, b = office.pair()
+        a.mailbox.send(1, StoreSet("key", b""), 1, [bytes(5000)])
+        b.take()
+        send_local = Links.send_local
+
+        def interrupted(*args: Any) -> None:
+            send_local(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Links, "send_local", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                a.mailbox.send(1, StoreSet("key", b""), 2, [b"x" * 5000])
+        a.mailbox.send(1, StoreSet("key", b""), 3, [b"y" * 5000])
+        first, second = b.take(2)
+        assert bytes(first.frames[0]) == b"x" * 5000
+        assert bytes(second.frames[0]) == b"y" * 5000
+        assert in_flight(a) == {}
+        del first, second
+
+
+# ---- the end ---------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_is_sent_while_its_link_ends_keeps_nothing() -> None:
+    with office_of(OverArena()) as office:
+        a, b = Ends(office, 0), office.open(1)
+        a.mailbox.send(1, StoreSet("key", b""), 1, [bytes(5000)])
+        b.take()
+        assert isinstance(a.mailbox, ZmqMailbox)
+        prepare = a.mailbox._plane.prepare
+
+        def late(*args: Any) -> Any:
+            a.mailbox.end(1, "lost")
+            assert a.ends.get(timeout=20).peer == 1
+            stop_reading(a).set()  # what belongs to the link is dropped
+            return prepare(*args)
+
+        a.mailbox._plane.prepare = late
+        a.mailbox.send(1, StoreSet("key", bytes(2000)), 2, [b"x" * 5000])
+        a.mailbox._plane.prepare = prepare
+        stop_reading(a).set()
+        assert in_flight(a) == {}
+        b.mailbox.close()
+        b.mailbox.join(Deadline.after(20))
+        a.mailbox._plane.shared_memory._arena.reclaim()
+        assert a.mailbox.statistics()["arena"]["blocks_leased"] == 0
+
+
+def test_an_end_that_cannot_be_handled_does_not_end_the_reading(office: Office) -> None:
+    a, b = office.open(0, start=False), office.open(1)
+    failed = threading.Event()
+
+    def fail(end: PeerEnd) -> None:
+        failed.set()
+        raise RuntimeError("no")
+
+    a.mailbox.start(a.arrived.put, office.resolve, on_end=fail)
+    b.mailbox.send(0, Hello("x"), 1)
+    a.take()
+    b.mailbox.close()
+    assert failed.wait(20)
+    c = office.open(2)
+    c.mailbox.send(0, Hello("x"), 2)
+    assert a.take()[0].envelope.message_id == 2
+
+
+def test_a_forgotten_port_is_released_whatever_its_thread_does(office: Office) -> None:
+    """Its finalizer may run while the same thread acquires another channel."""
+    a, b = office.pair()
+    channel = opened_channel(a, b)
+    assert isinstance(a.mailbox, ZmqMailbox)
+    done = threading.Event()
+
+    def finalize() -> None:
+        with a.mailbox._channels._lock:  # type: ignore[attr-defined]
+            channel.release()
+        done.set()
+
+    threading.Thread(target=finalize, daemon=True).start()
+    assert done.wait(20)

@@ -1,0 +1,64 @@
+"""Sums of gradients in a fixed order, whichever of them arrives first.
+
+Several threads may run groups of one pass, so gradients to be added arrive in any order, and floating-point
+addition is not associative. So each has a *place*, and the sum is a binary tree over the places (pairwise
+summation; Higham, "The accuracy of floating point summation", 1993). Two halves of a tree are added as soon
+as both are complete: if gradients arrive in order, or in reverse order, about log2(n) of n are held.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Place = tuple[int, int]
+"""A tree, and the number of a gradient in it. The trees of a sum are added in the order of their numbers."""
+
+OF_ENTRIES, OF_GROUPS = 0, 1
+"""The trees of what enters the local graph and of what groups produce."""
+
+
+def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two gradients. Torch adds sparse to dense tensors, but not dense to sparse ones."""
+    if present.layout is not torch.strided and gradient.layout is torch.strided:
+        return gradient + present
+    return present + gradient
+
+
+class OrderedSum:
+    """The sum of gradients, each added once with a place of its own. Not thread-safe."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        # Complete subtrees by tree, first leaf and height; neither half of a complete subtree is kept.
+        self._parts: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def add(self, place: Place, gradient: torch.Tensor) -> None:
+        """Add ``gradient``, which nothing else may change as long as it is held."""
+        parts = self._parts
+        tree, first = place
+        height = 0
+        while (sibling := parts.pop((tree, first ^ 1 << height, height), None)) is not None:
+            is_right = first >> height & 1
+            gradient = added(sibling, gradient) if is_right else added(gradient, sibling)
+            first &= ~(1 << height)
+            height += 1
+        parts[tree, first, height] = gradient
+
+    def __len__(self) -> int:
+        """Return how many gradients and sums are held."""
+        return len(self._parts)
+
+    def neighbour(self, place: Place) -> torch.Tensor | None:
+        """Return the gradient that one at ``place`` is added to at once, if it has arrived."""
+        return self._parts.get((place[0], place[1] ^ 1, 0))
+
+    def total(self) -> torch.Tensor | None:
+        """Return the sum so far; None if nothing was added."""
+        parts = self._parts
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        total: torch.Tensor | None = None
+        for key in sorted(parts):
+            total = parts[key] if total is None else added(total, parts[key])
+        return total

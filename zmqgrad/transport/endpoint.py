@@ -1,0 +1,618 @@
+"""The endpoint, the one reader of a mailbox: delivers the messages of each link in order, then its end.
+
+With a thread pool, threads of the pool take turns in reading, by leader/followers
+(:mod:`~zmqgrad.transport.leader_poller`, :meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without
+one, the endpoint has a thread of its own. The reading thread decodes messages and passes them to the handler.
+It runs no user code, and malformed messages do not end it.
+
+Messages arrive by *paths*: local connections (this host), reply channels (the same, read by the thread that
+waits there), routes of the ROUTER (tcp), and bulk channels, which pass on what they receive by the ROUTER.
+Whoever learns that a peer has ended calls :meth:`Endpoint.end`. The reader then closes the paths of the link:
+it takes everything that has arrived, and delivers the end when the last path has reached its own. So a loss
+never overtakes what the peer has sent:
+
+    local connection   shut down for reading; the kernel returns what has arrived, then the end of the file
+    reply channel      the same, read by its owner; by the reader, if the owner is not waiting there just now
+    route of ROUTER    after the ROUTER was read empty; of a process of this host that has ended, after the
+                       monitor has reported the end of the connection
+    bulk channel       a token, which its thread passes on behind everything that has arrived
+
+A local connection that ends without a GOODBYE shows that the process has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.polling import SPENT, Wakeup
+from zmqgrad.runtime.spinning import SpinBudget
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
+from zmqgrad.transport.base import Buffer, Handler, Inbound, OnIdle, PeerEnd
+from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES
+from zmqgrad.transport.leader_poller import LeaderPoller, make_leader_poller
+from zmqgrad.transport.links import Link, Links
+from zmqgrad.transport.local import LocalConnection, LocalListener
+from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor, connection_fd, get_int
+from zmqgrad.wire.codec import decode_all
+from zmqgrad.wire.frames import Envelope, read_envelope
+from zmqgrad.wire.messages import ArenaOffer, Chunk, LargeMessage, Manifest, Message, MessageType
+
+if TYPE_CHECKING:
+    from zmqgrad.runtime.clock import Deadline
+    from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 1000
+"""How many senders of malformed messages are remembered, so that each is logged once."""
+
+ROUTER_BURST = 16
+"""Messages read from the ROUTER in a row before local connections have their turn."""
+
+END_TOKEN_BYTES = 16
+
+PROCESS_ENDED = "its process has ended"
+
+_EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
+"""Plain integers: combining pyzmq's enumerations takes as long as a call into libzmq."""
+
+
+class Plane(Protocol):
+    """What the endpoint needs of a :class:`~zmqgrad.transport.data_plane.DataPlane`."""
+
+    def find_frames(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Returns the frames of a message that has a manifest. May raise ``ProtocolError``."""
+
+    def take_first(self, peer: int, message: LargeMessage) -> bytes:
+        """Returns the first frame that was sent in chunks. May raise ``ProtocolError``."""
+
+    def on_offer(self, peer: int, offer: ArenaOffer, fd: int) -> None:
+        """Maps shared memory, and closes ``fd``. May raise ``ProtocolError``."""
+
+    def drop_malformed(self, envelope: Envelope, size: int) -> None:
+        """Counts a malformed message of a peer as consumed."""
+
+
+Accept = Callable[[Envelope, int], bool]
+"""(envelope, bytes of the whole message) -> whether to deliver it."""
+
+
+class _Route:
+    """A connection of the ROUTER. ``fd`` identifies it in the events of the monitor."""
+
+    __slots__ = ("fd", "identity", "link")
+
+    def __init__(self, identity: bytes, fd: int) -> None:
+        self.identity = identity
+        self.fd = fd
+        self.link: Link | None = None
+
+
+class Endpoint:
+    """Reads everything that arrives for one mailbox; without a pool, in a thread ``<name>-receiver``.
+
+    Args:
+        incarnation: of the worker.
+        router: receives by tcp; None: nothing does.
+        listen: creates the listener for local connections, for a poller; None: there are none.
+        accept: called for messages that belong to a session.
+        on_ending: tells a peer why its link ends, before it can notice. In the reading thread.
+        on_end: called with the end of each link, in the reading thread; must not block.
+        refuse: called with a link that has ended, and whose peer sends or connects.
+        budget: how long a thread spins before it blocks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        router: zmq.Socket[bytes] | None,
+        listen: Callable[[LeaderPoller], LocalListener] | None,
+        links: Links,
+        plane: Plane,
+        accept: Accept,
+        on_ending: Callable[[Link], None],
+        on_end: Callable[[PeerEnd], None],
+        refuse: Callable[[Link], None],
+        budget: SpinBudget,
+    ) -> None:
+        self._name = name
+        self._socket = router
+        self._links = links
+        self._plane = plane
+        self._accept = accept
+        self._on_ending = on_ending
+        self._on_end = on_end
+        self._refuse_ended = refuse
+        self._watched: dict[int, Callable[[], None]] = {}
+        self.inproc = f"inproc://{name}-{secrets.token_hex(16)}"
+        """Where threads of this process reach the ROUTER."""
+        self._end_token = secrets.token_bytes(END_TOKEN_BYTES)
+        self.end_bulk: Callable[[int, bytes], bool] = lambda peer, token: False
+        """Makes the bulk channels of a peer send ``token`` behind all that has arrived. Returns whether
+        there are any."""
+        self._handler: Handler | None = None
+        self._on_idle: OnIdle = _nothing
+        self._strangers: set[object] = set()
+        self._started = False
+        self._ended: Promise[None] = Promise()
+        self._closed = False
+        self._reader = 0  # id of the reading thread; 0: none
+        self.messages = 0
+        self.header_bytes = 0
+        self.frame_bytes = 0
+        self.malformed = 0
+        self._poller = make_leader_poller(budget)
+        self.wait_for_lead, self.try_lead = self._poller.wait_for_lead, self._poller.try_lead
+        """As :class:`~zmqgrad.runtime.thread_pool.Source`."""
+        self._wakeup = Wakeup()
+        self._poller.register(self._wakeup.fd, select.POLLIN)
+        self._posted: deque[Callable[[], object]] = deque()  # work for the reading thread
+        self._tasks: deque[Task] = deque()  # of messages that were handled by such work
+        self._router_fd = -1
+        self._monitor: SocketMonitor | None = None
+        if router is not None:
+            router.bind(self.inproc)
+            self._router_fd = get_int(router, zmq.FD)
+            self._poller.register(self._router_fd, select.POLLIN)
+        self._routes: dict[bytes, _Route] = {}
+        self._closing_routes: list[_Route] = []  # to be closed when the ROUTER was read empty
+        self._disconnected: set[int] = set()  # the same, by the descriptor of the connection
+        self._ending = 0  # links that are ending
+        self.channels: ReplyChannels | None = None
+        """The reply channels of the mailbox."""
+        self._local = None if listen is None else listen(self._poller)
+        self._arrived: deque[tuple[bytes, LocalConnection]] = deque()
+        self._at_router = router is not None  # whether the ROUTER may have messages
+        self._in_a_row = 0  # messages read from the ROUTER
+        self._stopped = False
+
+    def monitor_router(self, monitor: SocketMonitor) -> None:
+        """Closes routes by the events of ``monitor``, which was made before the ROUTER was bound to tcp."""
+        self._monitor = monitor
+        self.watch(monitor.fd, self._read_monitor)
+
+    def start(self, handler: Handler, pool: ThreadPool | None = None, on_idle: OnIdle | None = None) -> None:
+        """Starts to read. Arguments as :meth:`~zmqgrad.transport.base.Mailbox.start`."""
+        self._handler = handler
+        self._on_idle = on_idle or self._on_idle
+        self._started = True
+        if pool is not None:
+            pool.serve_from(self)
+        else:
+            threading.Thread(target=self._run, name=f"{self._name}-receiver", daemon=True).start()
+
+    def _run(self) -> None:
+        while (task := self.read()) is not None:
+            self._reader = threading.get_ident()  # no thread reads meanwhile
+            task()
+
+    def promote(self) -> None:
+        """As ``Source``. A follower is woken at once if there is a message already."""
+        if self._at_router and self._socket is not None:
+            self._at_router = bool(get_int(self._socket, _EVENTS) & _POLLIN)
+        pending = self._arrived or self._at_router or self._posted or self._tasks
+        self._poller.promote(at_once=bool(pending))
+
+    def reads_here(self) -> bool:
+        """Returns whether the calling thread is the reading thread, so must not wait for messages."""
+        return self._reader == threading.get_ident()
+
+    # ---- reading ----------------------------------------------------------------------------------------
+
+    def read(self) -> Task | None:
+        """Reads until a message results in a task. Returns None at the end."""
+        self._reader = threading.get_ident()
+        try:
+            while not self._stopped:
+                inbound = None
+                if self._posted:
+                    self._call(self._posted.popleft())
+                elif self._arrived:
+                    packet, connection = self._arrived.popleft()
+                    if packet:
+                        inbound = self.decode(packet, (), connection)
+                    else:
+                        self._close_path(connection)
+                elif self._at_router:
+                    inbound = self._from_router()
+                else:
+                    task = self._on_idle()
+                    if task is None:
+                        self._poll(None)
+                        continue
+                    self._reader = 0
+                    return task
+                task = None if inbound is None else self._deliver(inbound)
+                inbound = None  # else it would stay alive until the next message
+                if task is None and self._tasks:
+                    task = self._tasks.popleft()
+                if task is not None:
+                    self._reader = 0
+                    return task
+        except zmq.ContextTerminated:
+            logger.debug("%s: the context has ended", self._name)
+        self._reader = 0
+        self._shut()
+        return None
+
+    def _poll(self, seconds: float | None) -> None:
+        """Waits up to ``seconds`` (None: no limit) for events, and handles them."""
+        arrived = self._arrived
+        for fd, _ in self._poller.poll(seconds):
+            if self._local is not None and fd in self._local.connections:
+                arrived.extend(self._local.read(fd))
+            elif fd == self._router_fd:
+                self._at_router = True
+            elif fd == self._wakeup.fd:
+                self._wakeup.clear()
+            elif (readable := self._watched.get(fd)) is not None:
+                self._call(readable)
+            elif self._local is not None:
+                arrived.extend(self._local.read(fd))
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Makes the reading thread call ``work`` soon. From any thread."""
+        self._posted.append(work)
+        self._wakeup.set()
+
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
+        """Makes the reading thread call ``readable`` when that descriptor is readable. From any thread."""
+        self._watched[fd] = readable
+        self._poller.register(fd, select.POLLIN)
+
+    def _call(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception:
+            logger.exception("%s: handling an event of a connection failed", self._name)
+
+    def unwatch(self, fd: int) -> None:
+        """Undoes :meth:`watch`. Must be called before the descriptor is closed."""
+        del self._watched[fd]
+        self._poller.unregister(fd)
+
+    def _from_router(self) -> Inbound | None:
+        """Returns the next message of the ROUTER; None if there is none, or it must not be delivered."""
+        socket = self._socket
+        assert socket is not None
+        if not get_int(socket, _EVENTS) & _POLLIN:
+            self._at_router = False
+            self._close_routes()
+            return None
+        self._in_a_row += 1
+        if self._in_a_row % ROUTER_BURST == 0:
+            self._poll(0)
+        identity = socket.recv()
+        known = self._routes.get(identity)
+        if known is None:
+            frame = socket.recv(copy=False)
+            first = frame.bytes
+            route = self._routes[identity] = _Route(identity, connection_fd(frame))
+        else:
+            first, route = socket.recv(), known
+        frames: Sequence[Buffer] = self._rest() if socket.getsockopt(_RCVMORE) else ()
+        if first == self._end_token and frames:
+            self._close_bulk(int.from_bytes(frames[0], "big"))
+            return None
+        return self.decode(first, frames, route)
+
+    def _rest(self) -> list[Buffer]:
+        """Receives the frames after the first without a copy; they are writable."""
+        assert self._socket is not None
+        frames: list[Buffer] = []
+        while True:
+            frame = self._socket.recv(copy=False)
+            frames.append(frame.buffer)
+            if not frame.more:
+                return frames
+
+    def decode(
+        self, first: bytes, frames: Sequence[Buffer], path: LocalConnection | _Route, accepted: bool = False
+    ) -> Inbound | None:
+        """Decodes a message that arrived by ``path``. From any thread.
+
+        Args:
+            accepted: whether it is the content of another message, which was counted.
+
+        Returns:
+            None if it is malformed, which is counted, or must not be delivered.
+        """
+        size = len(first)
+        if not accepted:
+            self.header_bytes += size
+        for frame in frames:
+            size += len(frame)
+        if not accepted:
+            self.frame_bytes += size - len(first)
+        found, total = frames, size
+        try:
+            envelope, manifest, message = decode_all(first)
+            if isinstance(path, LocalConnection):
+                if envelope.source != path.hello.source:
+                    raise ProtocolError(
+                        f"worker {path.hello.source} sent a message as worker {envelope.source}"
+                    )
+            elif not accepted and not self._accept_from(path, envelope, size):
+                return None
+            if manifest is not None:
+                for buffer in manifest.buffers:
+                    if buffer.block and not buffer.segment:  # it was received before, in chunks
+                        size += buffer.size
+                found = self._plane.find_frames(envelope.source, manifest, frames)
+                total = len(first)
+                for each in found:
+                    total += len(each)
+            if envelope.type == MessageType.ARENA_OFFER:
+                self._on_offer(envelope.source, message, path)  # type: ignore[arg-type]
+                return None
+            if envelope.type == MessageType.LARGE_MESSAGE:
+                assert isinstance(message, LargeMessage)
+                size += message.size - len(first)  # what its sender has counted
+                whole = self._plane.take_first(envelope.source, message)
+                return self.decode(whole, frames, path, accepted=True)
+        except ProtocolError as e:
+            self._on_malformed(first, size, path, e)
+            return None
+        if envelope.type == MessageType.CHUNK:
+            self._count_data(message)
+            return Inbound(envelope, message, found, total)
+        self.messages += 1
+        return Inbound(envelope, message, found, total, size if size >= MIN_COUNTED_BYTES else 0)
+
+    def _count_data(self, message: Message) -> None:
+        """Counts what is in a chunk as part of a frame."""
+        assert isinstance(message, Chunk)
+        self.header_bytes -= len(message.data)
+        self.frame_bytes += len(message.data)
+
+    def _accept_from(self, route: _Route, envelope: Envelope, size: int) -> bool:
+        """Returns whether to deliver a message that arrived by tcp."""
+        link = route.link
+        if route.fd < 0:  # by inproc, where the messages of all bulk channels arrive
+            link = self._links.to(envelope.source)
+        elif link is None:
+            link = route.link = self._links.to(envelope.source)
+            link.paths.add(route)
+            if link.end_reason:
+                self._close_when_empty(route)
+        elif link.peer != envelope.source:
+            raise ProtocolError(f"worker {link.peer} sent a message as worker {envelope.source}")
+        if link.ended:
+            if envelope.type != MessageType.GOODBYE:
+                self._refuse_ended(link)
+            return False
+        if envelope.sequence or envelope.acknowledged:
+            return self._accept(envelope, size)
+        return True
+
+    def _on_offer(self, peer: int, offer: ArenaOffer, path: LocalConnection | _Route) -> None:
+        if not isinstance(path, LocalConnection) or not path.descriptors:
+            raise ProtocolError("shared memory was offered without a descriptor")
+        try:
+            self._plane.on_offer(peer, offer, path.descriptors.popleft())
+        except ProtocolError as e:  # what follows cannot be read
+            self.end(peer, str(e))
+            raise
+
+    def _on_malformed(
+        self, first: bytes, size: int, path: LocalConnection | _Route, error: ProtocolError
+    ) -> None:
+        """Counts a malformed message, also as received: else it were resent, or kept its credit, forever."""
+        source = path.hello.source if isinstance(path, LocalConnection) else path.identity
+        self._refuse(source, error)
+        try:
+            envelope = read_envelope(first)
+        except ProtocolError:
+            return  # not from a worker
+        if isinstance(path, _Route) and envelope.sequence:
+            self._accept(envelope, len(first))
+        if size >= MIN_COUNTED_BYTES:
+            self._plane.drop_malformed(envelope, size)
+
+    def _deliver(self, inbound: Inbound) -> Task | None:
+        assert self._handler is not None
+        try:
+            return self._handler(inbound)
+        except ProtocolError as e:
+            self._refuse(inbound.envelope.source, e)
+            return None
+        except Exception:
+            source = inbound.envelope.source
+            logger.exception("%s: handling %s from worker %d failed", self._name, inbound.message, source)
+            return None
+
+    def _refuse(self, identity: object, error: ProtocolError) -> None:
+        self.malformed += 1
+        if identity in self._strangers or len(self._strangers) >= MAX_STRANGERS:
+            return
+        self._strangers.add(identity)
+        logger.warning("%s: dropped a malformed message (%s)", self._name, error)
+
+    # ---- the ends of links ------------------------------------------------------------------------------
+
+    def on_path_opened(self, connection: LocalConnection) -> bool:
+        """Adds a local connection that was accepted, by the reader or at a reply channel.
+
+        Returns:
+            False if its link is ending or has ended: nothing may arrive by it.
+        """
+        link = self._links.to(connection.hello.source)
+        link.paths.add(connection)
+        if not link.end_reason:  # read after the path was added: otherwise _end might miss it
+            return True
+        self.post(partial(self._refuse_path, connection, link))
+        return False
+
+    def _refuse_path(self, connection: LocalConnection, link: Link) -> None:
+        self._close_channel_path(connection)
+        if link.ended:
+            self._refuse_ended(link)
+
+    def end(self, peer: int, reason: str, *, disconnects: bool = False, tell: bool = True) -> None:
+        """Ends the link to ``peer``, after what has arrived. From any thread; no effect if it has ended.
+
+        Args:
+            disconnects: whether its process, on this host, has certainly ended: its connections will close.
+            tell: whether the peer is told the reason.
+        """
+        self.post(partial(self._end, peer, reason, disconnects, tell))
+
+    def on_goodbye(self, peer: int, reason: str) -> None:
+        """Handles the last message of ``peer``, which says why it ends the link. From any thread."""
+        self.post(partial(self._take_goodbye, peer, reason))
+
+    def _take_goodbye(self, peer: int, reason: str) -> None:
+        link = self._links.to(peer)
+        if link.end_reason and not link.tells_peer and not link.ended:
+            link.end_reason = reason  # it knows better than whoever saw that a connection was closed
+        else:
+            self._end(peer, reason, False, False)
+
+    def _end(self, peer: int, reason: str, disconnects: bool, tell: bool) -> None:
+        link = self._links.to(peer)
+        if link.ended or link.end_reason:
+            return
+        if self._local is not None:
+            self._local.accept_pending()  # it may have connected, sent and ended since the last poll
+        link.end_reason, link.tells_peer = reason, tell
+        self._ending += 1
+        if tell:
+            self._on_ending(link)
+        for path in list(link.paths):
+            if isinstance(path, LocalConnection):
+                path.stop_receiving()
+            elif isinstance(path, _Route) and not (disconnects and path.fd >= 0):
+                self._close_when_empty(path)
+        if self._socket is not None and not any(isinstance(path, LocalConnection) for path in link.paths):
+            unread = _Route(b"", -1)  # its first message may be there, of which there is no route yet
+            unread.link = link
+            link.paths.add(unread)
+            self._close_when_empty(unread)
+        if self.end_bulk(peer, self._end_token):
+            link.paths.add(self._end_token)
+        if self.channels is not None:
+            for channel in self.channels.all():
+                self._drain(channel)
+        self._end_if_done(link)
+
+    def _close_path(self, path: LocalConnection) -> None:
+        """Handles the end of a local connection, behind its last packet. Reading thread only."""
+        link = self._close_channel_path(path)
+        if not link.end_reason:
+            self._end(link.peer, PROCESS_ENDED, True, False)
+
+    def _close_channel_path(self, path: LocalConnection) -> Link:
+        """Handles the end of a connection to a reply channel, which may have been abandoned here."""
+        link = self._links.to(path.hello.source)
+        link.paths.discard(path)
+        self._end_if_done(link)
+        return link
+
+    def on_channel_path_closed(self, connection: LocalConnection) -> None:
+        """Handles the end of a connection to a reply channel, behind its last packet. From any thread."""
+        self.post(partial(self._close_channel_path, connection))
+
+    def on_channel_settled(self, channel: ReplyChannel) -> None:
+        """Its owner does not read now. What arrives there may belong to a link that ends. From any thread."""
+        if self._ending:
+            self.post(partial(self._drain, channel))
+
+    def _drain(self, channel: ReplyChannel) -> None:
+        """Handles what has arrived at a reply channel, unless its owner is waiting there, and will."""
+        for packet, connection in channel.take_arrived():
+            if not packet:
+                self._close_channel_path(connection)
+                continue
+            inbound = self.decode(packet, (), connection)
+            task = None if inbound is None else self._deliver(inbound)
+            if task is not None:
+                self._tasks.append(task)
+
+    def _close_when_empty(self, route: _Route) -> None:
+        self._closing_routes.append(route)
+        self._at_router = True
+
+    def _close_routes(self) -> None:
+        """Closes the routes of which everything was read: the ROUTER was just found empty."""
+        closing, self._closing_routes = self._closing_routes, []
+        gone, self._disconnected = self._disconnected, set()
+        if gone:
+            for route in [route for route in self._routes.values() if route.fd in gone]:
+                del self._routes[route.identity]
+                closing.append(route)
+        for route in closing:
+            self._close_route(route)
+
+    def _close_route(self, route: _Route) -> None:
+        link = route.link
+        if link is not None:
+            link.paths.discard(route)
+            self._end_if_done(link)
+
+    def _close_bulk(self, peer: int) -> None:
+        link = self._links.to(peer)
+        link.paths.discard(self._end_token)
+        self._end_if_done(link)
+
+    def _read_monitor(self) -> None:
+        assert self._monitor is not None
+        while events := self._monitor.read():
+            # The first message of a connection, which makes its route, may still be unread.
+            self._disconnected.update(fd for kind, fd in events if kind == DISCONNECTED)
+            self._at_router = True
+
+    def _end_if_done(self, link: Link) -> None:
+        if link.end_reason and not link.ended and not link.paths:
+            link.ended = link.end_reason
+            self._ending -= 1
+            try:
+                self._on_end(PeerEnd(link.peer, link.incarnation, link.ended))
+            except Exception:  # it must not end the thread that reads
+                logger.exception("%s: handling the end of worker %d failed", self._name, link.peer)
+
+    # ---- closing ----------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def _shut(self) -> None:
+        if self._local is not None:
+            self._local.close()
+        if self._monitor is not None:
+            self._monitor.close()
+        self._poller.close()
+        self._wakeup = SPENT
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self._ended.set_result(None)
+
+    def close(self) -> None:
+        """Stops reading. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._started:
+            self.post(self._stop)
+        else:
+            self._shut()
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Waits until no thread reads. Returns a name if that has not happened by ``deadline``."""
+        if self._started and not self._ended.wait_done(deadline.timeout()):
+            return [f"{self._name}-receiver"]
+        return []
+
+
+def _nothing() -> None:
+    """The default of ``on_idle``."""

@@ -1,0 +1,494 @@
+"""Links: one for each peer, the connection state of one incarnation of it.
+
+What a link delivers is a sequence: messages, then one :class:`~zmqgrad.transport.base.PeerEnd`, then nothing.
+The sending half is a local connection (:mod:`~zmqgrad.transport.local`) to a peer of this host, or a session
+over tcp (:mod:`~zmqgrad.transport.session`). The receiving half consists of *paths*: everything by which
+messages of the peer arrive here, each of which has an end of its own. The end of the link follows the last
+of them (:mod:`~zmqgrad.transport.endpoint`).
+
+Threads and locks: any thread sends, under the lock of the link (a ZeroMQ socket may move between threads
+across a lock); a local connection has a lock of its own. The receiving half belongs to the reading thread.
+The lock of :class:`Links` guards its tables; it is never held together with that of a link.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import zmq
+
+from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError
+from zmqgrad.runtime.clock import MONOTONIC
+from zmqgrad.runtime.polling import READ, WRITE
+from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.transport import local
+from zmqgrad.transport.base import Buffer, PeerAddress, Resolver
+from zmqgrad.transport.heartbeat import SCHEME
+from zmqgrad.transport.local.channels import MAX_NUMBER, channel_endpoint
+from zmqgrad.transport.local.connection import PROTOCOL, Hello, LocalConnection, Offer
+from zmqgrad.transport.security import Keys, secure_client
+from zmqgrad.transport.session_socket import SessionSocket
+from zmqgrad.transport.sessions import Sessions
+from zmqgrad.transport.sockets import set_up, use_io_thread
+
+logger = logging.getLogger(__name__)
+
+Connected = Callable[[int, str, Sequence[str]], None]
+"""Called with a new link: the peer, the endpoint in use, and all endpoints of the peer."""
+
+BROKEN_ERRNOS = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ECONNREFUSED))
+"""What a send reports whose receiver has closed the connection, or has ended."""
+
+
+class Link:
+    """One incarnation of one peer. ``lock`` guards the sending half, except for ``local``."""
+
+    __slots__ = (
+        "channels",
+        "end_reason",
+        "ended",
+        "endpoint",
+        "frame_bytes",
+        "header_bytes",
+        "incarnation",
+        "local",
+        "lock",
+        "messages",
+        "paths",
+        "peer",
+        "session",
+        "tells_peer",
+    )
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.lock = threading.Lock()
+        self.endpoint = ""
+        """In use; empty before the first message."""
+        self.incarnation = 0
+        self.local: LocalConnection | None = None
+        self.session: SessionSocket | None = None
+        self.channels: dict[int, LocalConnection | None] = {}
+        """Connections to the reply channels of the peer, by number; None: that failed."""
+        self.messages = 0
+        self.header_bytes = 0
+        self.frame_bytes = 0
+        self.paths: set[object] = set()
+        """What may still bring messages. Reading thread only."""
+        self.end_reason = ""
+        """Why the link is ending; empty while it is not. Reading thread only."""
+        self.tells_peer = True
+        """Whether the peer is told why the link ends. Reading thread only."""
+        self.ended = ""
+        """The reason of its end, once that was delivered."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self.local is not None or self.session is not None
+
+    def connections(self) -> list[LocalConnection]:
+        """Returns the local connections to the peer."""
+        return [each for each in (self.local, *self.channels.values()) if each is not None]
+
+    def count(self, first: bytearray, frames: int) -> None:
+        """Counts a message that is sent by the session. Called with the lock held."""
+        self.messages += 1
+        self.header_bytes += len(first)
+        self.frame_bytes += frames
+
+
+class Links:
+    """The links of one mailbox, opened as they are needed.
+
+    Args:
+        name: of the worker, used in errors.
+        hello: what this mailbox tells peers of its host; the target is filled in.
+        keys: the job's, required of peers by tcp; None: they are not authenticated.
+        fast: whether to use local connections where the system supports them.
+        sessions: of the mailbox.
+        connected: called for each new link, with its lock held.
+        on_broken: called with a peer whose process has closed a local connection.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        hello: Hello,
+        keys: Keys | None,
+        fast: bool,
+        sessions: Sessions,
+        connected: Connected,
+        on_broken: Callable[[int], None],
+    ) -> None:
+        self.resolve: Resolver = _raise_unknown_peer
+        self._name = name
+        self._context = context
+        self._hello = hello
+        self._keys = keys
+        self._fast = fast
+        self._sessions = sessions
+        self._connected = connected
+        self._on_broken = on_broken
+        self._service: ServiceThread | None = None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards all below
+        self._closed = False
+        self._links: dict[int, Link] = {}
+        self.known: Callable[[int], Link | None] = self._links.get
+        """Returns the link to a peer; None if there is none."""
+        self.same_host: set[int] = set()
+        """The peers with local connections."""
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def start(self, service: ServiceThread) -> None:
+        """Sets the thread that completes and flushes local connections."""
+        self._service = service
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def to(self, peer: int) -> Link:
+        """Returns the link to ``peer``, which may not be open yet."""
+        return self.known(peer) or self._new(peer)
+
+    def _new(self, peer: int) -> Link:
+        with self._lock:
+            return self._links.setdefault(peer, Link(peer))
+
+    def all(self) -> list[Link]:
+        """Returns all links."""
+        with self._lock:
+            return list(self._links.values())
+
+    # ---- opening ----------------------------------------------------------------------------------------
+
+    def open(self, link: Link) -> None:
+        """Connects unless that was done before; afterwards ``link.endpoint`` is known.
+
+        Raises:
+            ClosedError, UnknownPeerError, TransportError: if it cannot connect.
+        """
+        if link.is_open:
+            return
+        self._check_usable(link)
+        known = self.resolve(link.peer)  # without the lock: it may query a store
+        with link.lock:
+            if not link.is_open:
+                self._check_usable(link)
+                self._connect(link, known)
+
+    def _check_usable(self, link: Link) -> None:
+        if self._closed:
+            raise ClosedError(f"the mailbox of {self._name} is closed")
+        if link.ended:
+            raise ClosedError(f"{self._name} sends nothing more to worker {link.peer}: {link.ended}")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the mailbox of {self._name} belongs to process {self._pid}; it cannot be used in a "
+                f"fork of it: start processes by spawn or forkserver, or call init_rpc in the child"
+            )
+
+    def _connect(self, link: Link, known: PeerAddress) -> None:
+        """Called with the link's lock held."""
+        tcp = ""
+        for endpoint in known.endpoints:
+            if endpoint.startswith(SCHEME):
+                continue
+            if not endpoint.startswith("ipc:"):
+                tcp = tcp or endpoint
+            elif self._fast and (opened := self._connect_local(link, endpoint, known.incarnation)):
+                link.local, link.endpoint, link.incarnation = opened, endpoint, known.incarnation
+                self.same_host.add(link.peer)
+                break
+        else:
+            self._connect_tcp(link, tcp, known)
+        self._connected(link.peer, link.endpoint, known.endpoints)
+        logger.debug("%s sends to worker %d at %s", self._name, link.peer, link.endpoint)
+
+    def _connect_tcp(self, link: Link, endpoint: str, known: PeerAddress) -> None:
+        if not endpoint:
+            raise UnknownPeerError(
+                f"none of the addresses {list(known.endpoints)} can be reached from this host"
+            )
+        try:
+            make_socket = partial(self._dealer, "[" in endpoint)
+            link.session = self._sessions.open(link, endpoint, known.incarnation, make_socket)
+        except zmq.ZMQError as e:
+            raise TransportError(f"cannot connect to worker {link.peer} at {endpoint}: {e}") from e
+        link.endpoint, link.incarnation = endpoint, known.incarnation
+
+    def _dealer(self, ipv6: bool) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        set_up_unbounded(socket)
+        socket.ipv6 = ipv6
+        if self._keys is not None:
+            secure_client(socket, self._keys)
+        return socket
+
+    def _connect_local(
+        self, link: Link, endpoint: str, target: int, number: int = 0
+    ) -> LocalConnection | None:
+        """Connects to a listener of the peer. Returns None if no process of our user listens there.
+
+        Raises:
+            TransportError: if this process has no descriptor left, or the peer does not accept in time.
+        """
+        assert self._service is not None
+        hello = Hello(PROTOCOL, self._hello.job, target, self._hello.source, self._hello.incarnation)
+        try:
+            # Sent at once, a message is in the kernel, and outlives this process. At a reply channel, which
+            # may be closed before it accepts, it would be lost with the connection: see channel().
+            opened = local.connect(
+                channel_endpoint(endpoint, number), hello, self._on_backlog, eager=not number
+            )
+        except OSError as e:
+            if e.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
+                raise TransportError(f"cannot connect to worker {link.peer} at {endpoint}: {e}") from e
+            logger.debug("%s: nothing listens at %s: %s", self._name, endpoint, e)
+            return None
+        self._service.watch(opened.fd, READ, partial(self._on_event, link, opened))
+        return opened
+
+    def _on_event(self, link: Link, connection: LocalConnection, events: int) -> None:
+        """Handles the reply of the listener, room for more packets, or the end. In the service thread.
+
+        The descriptor may have been closed since the event, and its number may belong to another connection.
+        """
+        assert self._service is not None
+        try:
+            if connection.fd < 0 or not connection.is_ready():
+                return
+            if events & ~(READ | WRITE) and connection.has_ended():
+                raise ConnectionResetError("the peer has closed the connection")
+            connection.flush(self._on_flushed)
+        except OSError as e:
+            logger.debug("%s: the connection to %s has ended: %s", self._name, link.endpoint, e)
+            connection.while_open(self._service.unwatch)
+            self._on_local_broken(link, connection)
+
+    def _on_flushed(self, fd: int, everything: bool) -> None:
+        """Called with the connection's lock held, after queued packets were sent."""
+        assert self._service is not None
+        self._service.rewatch(fd, 0 if everything else WRITE)
+
+    def _on_backlog(self, connection: LocalConnection) -> None:
+        """Called with the connection's lock held, when the kernel accepts no more."""
+        assert self._service is not None
+        self._service.rewatch(connection.fd, READ | WRITE)
+
+    # ---- sending ----------------------------------------------------------------------------------------
+
+    def send_local(
+        self, link: Link, connection: LocalConnection, packets: Sequence[bytearray], offers: Sequence[Offer]
+    ) -> None:
+        """Sends the packets of a message. If the peer has ended, they are lost with it, and the link ends.
+
+        Raises:
+            TransportError: if there is no descriptor for an offer.
+        """
+        try:
+            connection.send_all(packets, offers)
+        except OSError as e:
+            other = self._on_local_error(link, connection, e)
+            if other is not None:
+                self.send_local(link, other, packets, offers)
+
+    def count_chunks(self, link: Link, size: int) -> None:
+        """Counts ``size`` bytes of the packets of a message as parts of frames."""
+        with link.lock:
+            link.header_bytes -= size
+            link.frame_bytes += size
+
+    def send_packet(self, link: Link, connection: LocalConnection, packet: bytearray, awaited: bool) -> None:
+        """As :meth:`send_local`, for one packet; ``awaited``: a thread waits for it or for its reply."""
+        try:
+            connection.send(packet, keep_gil=not awaited)
+        except OSError as e:
+            other = self._on_local_error(link, connection, e)
+            if other is not None:
+                self.send_packet(link, other, packet, awaited)
+
+    def _on_local_error(
+        self, link: Link, connection: LocalConnection, error: OSError
+    ) -> LocalConnection | None:
+        """Handles a failed send. Returns the connection to send by instead, if there is one."""
+        if error.errno not in BROKEN_ERRNOS:
+            raise TransportError(f"cannot send to worker {link.peer}: {error}") from error
+        if self._closed:
+            raise ClosedError(f"the mailbox of {self._name} is closed")
+        main = link.local
+        self._on_local_broken(link, connection)
+        return None if connection is main else main
+
+    def _on_local_broken(self, link: Link, connection: LocalConnection) -> None:
+        """The peer has closed a connection: one of its reply channels, or it has ended."""
+        main = link.local
+        if main is None:
+            with link.lock:  # the link may be just opening
+                main = link.local
+        if connection is main:
+            self._on_broken(link.peer)
+            return
+        with link.lock:
+            for number, channel in link.channels.items():
+                if channel is connection:
+                    link.channels[number] = None
+                    link.messages += connection.sent
+                    link.header_bytes += connection.sent_bytes
+            if self._service is not None and connection.fd >= 0:
+                self._service.unwatch(connection.fd)
+            waiting = connection.give_up()
+        if waiting and main is not None:
+            main.adopt(waiting)
+
+    def send_session(
+        self,
+        link: Link,
+        first: bytearray,
+        frames: Sequence[Buffer],
+        parts: Sequence[tuple[bytearray, Buffer]],
+    ) -> None:
+        """Sends a message by the session of ``link``, after its chunks ``parts``, each with its header."""
+        with link.lock:
+            session = link.session
+            if session is None:
+                self._check_usable(link)
+                raise ClosedError(f"the connection from {self._name} to worker {link.peer} was dropped")
+            link.count(first, sum(map(len, frames)) + sum([len(data) for _, data in parts]))
+            now = MONOTONIC.now()
+            for head, data in parts:
+                session.send(head, (data,), now)
+            session.send(first, frames, now)
+            if session.outgoing.due < self._sessions.armed_at:
+                self._sessions.arm(session.outgoing.due)
+
+    def best_endpoint(self, known: PeerAddress) -> str:
+        """Returns the endpoint of a peer at which it listens.
+
+        Raises:
+            UnknownPeerError: if there is none.
+        """
+        for endpoint in known.endpoints:
+            if endpoint.startswith("tcp:"):
+                return endpoint
+            if endpoint.startswith("ipc:") and self._fast and local.is_listening(channel_endpoint(endpoint)):
+                return endpoint
+        raise UnknownPeerError(f"none of the addresses {list(known.endpoints)} can be reached from this host")
+
+    def send_once(self, link: Link, packet: bytearray) -> None:
+        """Sends one packet to a peer of this host to which the link has ended.
+
+        Raises:
+            OSError: if it cannot be reached.
+        """
+        hello = Hello(
+            PROTOCOL, self._hello.job, link.incarnation, self._hello.source, self._hello.incarnation
+        )
+        opened = local.connect(channel_endpoint(link.endpoint), hello, _ignore, eager=True)
+        try:
+            opened.send(packet)
+        finally:
+            opened.close()
+
+    def channel(self, link: Link, number: int) -> LocalConnection | None:
+        """Returns the connection to reply channel ``number`` of the peer; None before it is accepted."""
+        try:
+            connection = link.channels[number]
+        except KeyError:
+            connection = self._open_channel(link, number)
+        return connection if connection is not None and connection.accepted else None
+
+    def _open_channel(self, link: Link, number: int) -> LocalConnection | None:
+        # Opening the link starts the heartbeats, so it must be open before any other connection.
+        if number > MAX_NUMBER or link.local is None:
+            return None
+        with link.lock:
+            if number not in link.channels and not self._closed and not link.ended:
+                try:
+                    opened = self._connect_local(link, link.endpoint, link.incarnation, number)
+                except TransportError as e:  # no descriptor is left now
+                    logger.debug("%s: a reply goes to the receiver: %s", self._name, e)
+                    return None
+                link.channels[number] = opened
+            return link.channels.get(number)
+
+    # ---- the end ----------------------------------------------------------------------------------------
+
+    def shut(self, link: Link, linger: int = 0) -> None:
+        """Closes the sending half; what libzmq has queued may take ``linger`` ms to leave."""
+        with link.lock:
+            for connection in link.connections():
+                self._close_local(link, connection)
+            link.local, link.channels = None, {}
+            session, link.session = link.session, None
+            if session is not None:
+                self._sessions.drop(link.peer)
+                session.close(linger)
+
+    def _close_local(self, link: Link, connection: LocalConnection) -> None:
+        """Called with the link's lock held. Idempotent."""
+        if connection.fd < 0:
+            return
+        if self._service is not None:
+            self._service.unwatch(connection.fd)
+        link.messages += connection.sent
+        link.header_bytes += connection.sent_bytes
+        connection.close()
+
+    def have_left(self) -> bool:
+        """Returns whether everything that was sent on this host has left."""
+        return not any(
+            connection.backlog() for link in self.all() if not link.ended for connection in link.connections()
+        )
+
+    def flushed(self) -> bool:
+        """Returns whether everything that was sent has left, and what was sent by tcp was acknowledged."""
+        sessions = [link.session for link in self.all() if not link.ended]
+        return self.have_left() and all(session is None or session.is_flushed() for session in sessions)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Returns the messages, bytes of headers, and bytes of frames sent so far."""
+        messages = header_bytes = frame_bytes = 0
+        for link in self.all():
+            connections = link.connections()
+            messages += link.messages + sum(each.sent for each in connections)
+            header_bytes += link.header_bytes + sum(each.sent_bytes for each in connections)
+            frame_bytes += link.frame_bytes
+        return messages, header_bytes, frame_bytes
+
+    def peers_connected(self) -> int:
+        """Returns to how many peers a link is open."""
+        return sum(link.is_open for link in self.all())
+
+    def close(self) -> bool:
+        """Refuses new connections from now on. Returns False if it did already."""
+        with self._lock:
+            before, self._closed = self._closed, True
+            return not before
+
+
+def _ignore(connection: LocalConnection) -> None:
+    """Called where the kernel does not accept a packet, which is then lost."""
+
+
+def _raise_unknown_peer(peer: int) -> PeerAddress:
+    raise UnknownPeerError(f"no address is known for worker {peer}: the mailbox was not started")
+
+
+def set_up_unbounded(socket: zmq.Socket[bytes]) -> None:
+    """Sets the options of a mailbox's sockets. Credit bounds what is queued, not libzmq."""
+    set_up(socket)
+    socket.sndhwm = 0
+    socket.rcvhwm = 0
+    use_io_thread(socket, bulk=False)
