@@ -221,7 +221,7 @@ class Endpoint:
                 elif self._arrived:
                     packet, connection = self._arrived.popleft()
                     if packet:
-                        inbound = self.decode(packet, (), connection)
+                        inbound = self._read_message(packet, (), connection)
                     else:
                         self._close_path(connection)
                 elif self._at_router:
@@ -305,7 +305,7 @@ class Endpoint:
         if first == self._end_token and frames:
             self._close_bulk(int.from_bytes(frames[0], "big"))
             return None
-        return self.decode(first, frames, route)
+        return self._read_message(first, frames, route)
 
     def _rest(self) -> list[Buffer]:
         """Receives the frames after the first without a copy; they are writable."""
@@ -316,6 +316,16 @@ class Endpoint:
             frames.append(frame.buffer)
             if not frame.more:
                 return frames
+
+    def _read_message(
+        self, first: bytes, frames: Sequence[Buffer], path: LocalConnection | _Route
+    ) -> Inbound | None:
+        """As :meth:`decode`, in the reading thread, which must go on: without memory, say."""
+        try:
+            return self.decode(first, frames, path)
+        except Exception:
+            logger.exception("%s: a message of %d bytes could not be read", self._name, len(first))
+            return None
 
     def decode(
         self, first: bytes, frames: Sequence[Buffer], path: LocalConnection | _Route, accepted: bool = False
@@ -534,7 +544,7 @@ class Endpoint:
             if not packet:
                 self._close_channel_path(connection)
                 continue
-            inbound = self.decode(packet, (), connection)
+            inbound = self._read_message(packet, (), connection)
             task = None if inbound is None else self._deliver(inbound)
             if task is not None:
                 self._tasks.append(task)

@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from zmqgrad.errors import TransportError, ZmqgradError
+from zmqgrad.errors import ClosedError, TransportError, ZmqgradError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.polling import READ
@@ -162,7 +162,7 @@ class ZmqMailbox(Mailbox):
         )
         self._service: ServiceThread | None = None
         self._own_service: ServiceThread | None = None
-        self._submit: Callable[[Task], None] = _run
+        self._run_in_pool: Callable[[Task], None] = _run
         self._router: zmq.Socket[bytes] | None = None
         try:
             self._open(tcp_host, advertised, fast_path)
@@ -271,7 +271,7 @@ class ZmqMailbox(Mailbox):
             service.start()
         self._service = service
         if pool is not None:
-            self._submit = pool.submit
+            self._run_in_pool = pool.submit
         if self._zap is not None:
             service.watch(self._zap.fd, READ, lambda _: self._read_zap())
             service.call_soon(self._read_zap)
@@ -296,6 +296,13 @@ class ZmqMailbox(Mailbox):
     def _read_zap(self) -> None:
         assert self._zap is not None
         self._zap.read()
+
+    def _submit(self, task: Task) -> None:
+        """Runs what may have to wait for the store elsewhere; not at all, if the worker is closing."""
+        try:
+            self._run_in_pool(task)
+        except ClosedError as e:
+            logger.debug("%s: a control message is not sent: %s", self._name, e)
 
     def _may_wait(self) -> bool:
         """Whether the calling thread may wait for messages of a peer."""

@@ -219,10 +219,15 @@ class QueryChannel:
         except OSError:
             self._server.local = None  # another host, or another container
             return None
+        try:
+            fast.send(encode(StorePing(""), 0, self.id, PING_ID))  # identifies the channel, known by tcp
+        except ConnectionError:  # the server has stopped, and had not accepted it
+            self._server.local = None
+            fast.close()
+            return None
         fast.limit_waits(QUICK_SECONDS)
         self._local, self._local_fd = fast, fast.fd
         self._poll.register(fast.fd, select.POLLIN)
-        fast.send(encode(StorePing(""), 0, self.id, PING_ID))  # identifies the channel, known by tcp
         return fast
 
     def _on_backlog(self, connection: LocalConnection) -> None:

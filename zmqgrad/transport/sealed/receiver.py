@@ -189,7 +189,7 @@ class ChannelReceiver:
                     due = self._acknowledge(now)
                 if self._ends and not router.poll(0):  # everything that has arrived was handled
                     peer, token = self._ends.popleft()
-                    send_all(forward, token, [peer.to_bytes(2, "big")])
+                    _pass_on(forward, token, [peer.to_bytes(2, "big")])
                     continue
                 if router.poll(None if due == math.inf else math.ceil(1000 * (due - now))):
                     frames = router.recv_multipart(copy=False)
@@ -295,4 +295,4 @@ def _pass_on(forward: zmq.Socket[bytes], first: bytes, frames: Sequence[Buffer])
     try:
         send_all(forward, first, frames)
     except zmq.Again:
-        logger.debug("a sealed message arrived when the mailbox was closed")
+        logger.debug("something arrived by a channel when the mailbox was closed")
