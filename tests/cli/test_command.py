@@ -11,7 +11,7 @@ from zmqgrad import __version__
 from zmqgrad.__main__ import main
 from zmqgrad.cli.colours import wants_colour
 from zmqgrad.cli.run import labels
-from zmqgrad.elastic.agent.addresses import usable_port
+from zmqgrad.elastic.agent.addresses import reserve_port, usable_port
 from zmqgrad.elastic.agent.ranks import NodeInfo, place
 from zmqgrad.elastic.agent.variables import common_variables, worker_variables
 from zmqgrad.elastic.launch_config import LaunchConfig
@@ -81,6 +81,19 @@ def test_a_port_in_use_and_a_free_one() -> None:
         free = usable_port("127.0.0.1", 0)
     assert free != taken
     assert usable_port("127.0.0.1", free) == free
+
+
+def test_a_reserved_port_is_for_rank_0_only() -> None:
+    """It can be listened at, but is no free port: the system would choose it about once in 14,000 times."""
+    with reserve_port("127.0.0.1", 0) as reserved:
+        port = reserved.getsockname()[1]
+        for _ in range(30_000):
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind(("127.0.0.1", 0))
+                assert other.getsockname()[1] != port
+        with socket.create_server(("127.0.0.1", port)):
+            pass
 
 
 def worker_environments(inherited: dict[str, str], workers: int, port: int) -> list[dict[str, str]]:

@@ -245,7 +245,10 @@ def test_a_worker_out_of_reach_of_one_is_not_struck_off_for_others(town: Town) -
     with acting(c):
         assert rpc.rpc_sync("b", where) == "b"
     # It is told so by both the store and the link, in any order.
-    with acting(b), pytest.raises(PeerLostError, match=r"a has declared .*worker 1\)? lost: its host is out of"):
+    with (
+        acting(b),
+        pytest.raises(PeerLostError, match=r"a has declared .*worker 1\)? lost: its host is out of"),
+    ):
         rpc.rpc_sync("a", where)
 
 

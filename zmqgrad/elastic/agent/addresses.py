@@ -40,7 +40,17 @@ def worker_port(config: LaunchConfig) -> int:
 
 
 def usable_port(host: str, port: int) -> int:
-    """Check that ``port`` can be bound on ``host``. Returns it; for 0 a free one, of the range if any.
+    """As :func:`reserve_port`, for a port that need not be kept. Returns its number."""
+    with reserve_port(host, port) as reserved:
+        return int(reserved.getsockname()[1])
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """Check that ``port`` can be bound on ``host``; for 0, a free one is chosen, of the range if any.
+
+    Returns:
+        A socket that is bound to it and does not listen. While it is open, worker rank 0 can listen there,
+        and the system gives the port to no socket that asks for any free one.
 
     Raises:
         ConfigurationError: if ``host`` is not an address of this machine, or the port is in use.
@@ -59,12 +69,16 @@ def usable_port(host: str, port: int) -> int:
     ) from error
 
 
-def _bind_once(host: str | None, port: int) -> int:
+def _bind_once(host: str | None, port: int) -> socket.socket:
     flags = socket.AI_PASSIVE  # without a host: all interfaces
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[
         0
     ]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
-        return int(probe.getsockname()[1])
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else nobody could listen beside it
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound

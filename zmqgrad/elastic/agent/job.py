@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from zmqgrad.elastic.agent.addresses import master_address, usable_port, worker_port
+from zmqgrad.elastic.agent.addresses import master_address, reserve_port, worker_port
 from zmqgrad.elastic.agent.agent import AgentSpec, Tails, run_agent
 from zmqgrad.elastic.agent.coordination import Coordinator, SingleNode
 from zmqgrad.elastic.agent.error_files import read_error
@@ -61,8 +62,9 @@ def run_job(
     def error_lines(round: int, rank: int) -> Sequence[str]:
         return read_error(_error_file(directory, round, rank))
 
+    reserved: list[socket.socket] = []
     spec = AgentSpec(
-        open_coordinator(config),
+        open_coordinator(config, reserved),
         start_worker,
         error_lines,
         output,
@@ -72,7 +74,15 @@ def run_job(
         verbose,
         describe_wait(config) if is_distributed(config) else "",
     )
-    return run_agent(spec)
+    try:
+        return run_agent(spec)
+    finally:
+        _close(reserved)
+
+
+def _close(reserved: list[socket.socket]) -> None:
+    while reserved:
+        reserved.pop().close()
 
 
 def describe_wait(config: LaunchConfig) -> str:
@@ -101,8 +111,11 @@ def is_distributed(config: LaunchConfig) -> bool:
     return config.max_nodes > 1 or bool(config.rdzv_endpoint)
 
 
-def open_coordinator(config: LaunchConfig) -> Coordinator:
+def open_coordinator(config: LaunchConfig, reserved: list[socket.socket]) -> Coordinator:
     """Connect to the agents of the other nodes, if there may be any.
+
+    Args:
+        reserved: gets the socket that keeps the port of the round for worker rank 0.
 
     Raises:
         ConfigurationError: if the address of this node cannot be used, or the nodes need a secret.
@@ -110,8 +123,11 @@ def open_coordinator(config: LaunchConfig) -> Coordinator:
     address = master_address(config)
 
     def describe(restarts: int, node: str = "single") -> NodeInfo:
-        # A node with another fixed rank than 0 has neither the address nor the port of worker rank 0.
-        port = 0 if config.node_rank else usable_port(address, worker_port(config))
+        _close(reserved)
+        port = 0
+        if not config.node_rank:  # another fixed rank has neither the address nor the port of worker rank 0
+            reserved.append(reserve_port(address, worker_port(config)))
+            port = int(reserved[0].getsockname()[1])
         return NodeInfo(node, config.role, config.nproc_per_node, restarts, address, port, config.node_rank)
 
     if not is_distributed(config):
