@@ -218,9 +218,7 @@ class Links:
 
     def _connect_tcp(self, link: Link, endpoint: str, known: PeerAddress) -> None:
         if not endpoint:
-            raise UnknownPeerError(
-                f"none of the addresses {list(known.endpoints)} can be reached from this host"
-            )
+            raise _unreachable(known)
         try:
             make_socket = partial(self._dealer, "[" in endpoint)
             link.session = self._sessions.open(link, endpoint, known.incarnation, make_socket)
@@ -245,12 +243,11 @@ class Links:
             TransportError: if this process has no descriptor left, or the peer does not accept in time.
         """
         assert self._service is not None
-        hello = Hello(PROTOCOL, self._hello.job, target, self._hello.source, self._hello.incarnation)
         try:
             # Sent at once, a message is in the kernel, and outlives this process. At a reply channel, which
             # may be closed before it accepts, it would be lost with the connection: see channel().
             opened = local.connect(
-                channel_endpoint(endpoint, number), hello, self._on_backlog, eager=not number
+                channel_endpoint(endpoint, number), self._hello_to(target), self._on_backlog, eager=not number
             )
         except OSError as e:
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
@@ -373,33 +370,43 @@ class Links:
             if session.outgoing.due < self._sessions.armed_at:
                 self._sessions.arm(session.outgoing.due)
 
-    def best_endpoint(self, known: PeerAddress) -> str:
-        """Returns the endpoint of a peer at which it listens.
+    def send_once(self, link: Link, packet: bytearray, linger: int) -> None:
+        """Sends one packet to a peer to which the link has ended, by a connection that lasts no longer.
+
+        Args:
+            linger: how many ms libzmq may take.
 
         Raises:
-            UnknownPeerError: if there is none.
+            UnknownPeerError, OSError, zmq.ZMQError: if the peer cannot be reached.
         """
+        if not link.endpoint:
+            known = self.resolve(link.peer)
+            link.incarnation, link.endpoint = known.incarnation, self._best_endpoint(known)
+        if link.endpoint.startswith("ipc:"):
+            hello = self._hello_to(link.incarnation)
+            opened = local.connect(channel_endpoint(link.endpoint), hello, _ignore, eager=True)
+            try:
+                opened.send(packet)
+            finally:
+                opened.close()
+            return
+        with self._dealer("[" in link.endpoint) as socket:
+            socket.linger = linger
+            socket.connect(link.endpoint)
+            socket.send(packet, zmq.NOBLOCK)
+
+    def _best_endpoint(self, known: PeerAddress) -> str:
+        """Returns the endpoint of a peer at which it listens."""
         for endpoint in known.endpoints:
             if endpoint.startswith("tcp:"):
                 return endpoint
             if endpoint.startswith("ipc:") and self._fast and local.is_listening(channel_endpoint(endpoint)):
                 return endpoint
-        raise UnknownPeerError(f"none of the addresses {list(known.endpoints)} can be reached from this host")
+        raise _unreachable(known)
 
-    def send_once(self, link: Link, packet: bytearray) -> None:
-        """Sends one packet to a peer of this host to which the link has ended.
-
-        Raises:
-            OSError: if it cannot be reached.
-        """
-        hello = Hello(
-            PROTOCOL, self._hello.job, link.incarnation, self._hello.source, self._hello.incarnation
-        )
-        opened = local.connect(channel_endpoint(link.endpoint), hello, _ignore, eager=True)
-        try:
-            opened.send(packet)
-        finally:
-            opened.close()
+    def _hello_to(self, target: int) -> Hello:
+        own = self._hello
+        return Hello(PROTOCOL, own.job, target, own.source, own.incarnation)
 
     def channel(self, link: Link, number: int) -> LocalConnection | None:
         """Returns the connection to reply channel ``number`` of the peer; None before it is accepted."""
@@ -480,6 +487,10 @@ class Links:
 
 def _ignore(connection: LocalConnection) -> None:
     """Called where the kernel does not accept a packet, which is then lost."""
+
+
+def _unreachable(known: PeerAddress) -> UnknownPeerError:
+    return UnknownPeerError(f"none of the addresses {list(known.endpoints)} can be reached from this host")
 
 
 def _raise_unknown_peer(peer: int) -> PeerAddress:

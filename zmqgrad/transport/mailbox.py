@@ -1,9 +1,9 @@
 """The mailbox: local connections to the workers of this host, ZeroMQ (ROUTER and DEALER, over tcp) to others.
 
-It assembles the endpoint, which reads (:mod:`~zmqgrad.transport.endpoint`), the links, which send
-(:mod:`~zmqgrad.transport.links`), the reply channels (:mod:`~zmqgrad.transport.local.channels`), the
-heartbeats (:mod:`~zmqgrad.transport.heartbeat`), and the data plane
-(:mod:`~zmqgrad.transport.data_plane`), which decides how frames are transferred.
+It assembles the endpoint, which reads (:mod:`~zmqgrad.transport.endpoint`), the sender
+(:mod:`~zmqgrad.transport.sending`) and its links (:mod:`~zmqgrad.transport.links`), the reply channels
+(:mod:`~zmqgrad.transport.local.channels`), the heartbeats (:mod:`~zmqgrad.transport.heartbeat`), and the data
+plane (:mod:`~zmqgrad.transport.data_plane`), which decides how frames are transferred.
 
 On Linux local addresses are in the abstract namespace, so a killed process leaves no file behind.
 """
@@ -39,10 +39,9 @@ from zmqgrad.transport.base import (
     Resolver,
 )
 from zmqgrad.transport.bind_policy import bind, tcp_address
-from zmqgrad.transport.bulk import CHUNK_BYTES, MAX_INLINE_CHUNK_BYTES, Part, inline, split, split_first
 from zmqgrad.transport.data_plane import DATA_PLANE_TYPES, DataPlane
 from zmqgrad.transport.endpoint import PROCESS_ENDED, Endpoint
-from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES, MIN_COUNTED_BYTES
+from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
 from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor, heartbeat_endpoint
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 from zmqgrad.transport.links import Link, Links, set_up_unbounded
@@ -51,21 +50,17 @@ from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channe
 from zmqgrad.transport.local.connection import PROTOCOL, Hello
 from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.sealed.transport import SEALED_TYPES, SealedTransport
-from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_client, secure_server
+from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
+from zmqgrad.transport.sending import Sender
 from zmqgrad.transport.sessions import Sessions
-from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
-from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor, set_up
+from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor
 from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY, OnHeartbeat, Tap
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import RESPONSE, Ack, Goodbye, Message, MessageType
+from zmqgrad.wire.messages import Ack, Goodbye, Message, MessageType
 
 logger = logging.getLogger(__name__)
-
-STABLE_TENSOR_TYPES = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, MessageType.FORWARD_AUTOGRAD_REQ})
-"""Requests of the user's program, which must not modify their tensors until they are done. Tensors of other
-messages may change as soon as they are sent; between hosts they are copied, as they may have to be resent."""
 
 MAX_IO_THREADS = 64
 """Limit of libzmq's I/O threads: each has a bit of ``ZMQ_AFFINITY``."""
@@ -84,8 +79,6 @@ GOODBYE_LINGER_MS = 1000
 
 FLUSH_SECONDS = 0.001, 0.1
 """First and longest interval at which :meth:`ZmqMailbox.flush` looks: libzmq reports no acknowledgement."""
-
-NO_FRAMES = PreparedFrames(None, ())
 
 
 class ZmqMailbox(Mailbox):
@@ -148,7 +141,6 @@ class ZmqMailbox(Mailbox):
         self._refused: set[int] = set()  # peers that were told that their link has ended
         self._plane = DataPlane(name, arena, inflight, self.notify)
         self._plane.shared_memory.sender = (worker_id, self.incarnation)
-        self._consumed = self._plane.consumed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
             io_threads if tcp_host is None else min(io_threads + 1, MAX_IO_THREADS)
         )
@@ -213,6 +205,8 @@ class ZmqMailbox(Mailbox):
             self._may_wait,
         )
         self._endpoint.end_bulk = self._sealed.end
+        source = self.worker_id, self.incarnation
+        self._sender = Sender(source, self._links, self._plane, self._sealed, self._may_wait)
         self._channels = ReplyChannels(
             endpoint,
             self._listen,
@@ -373,169 +367,17 @@ class ZmqMailbox(Mailbox):
         if link.local is None and link.session is None:
             links.open(link)
         began = 0 if self.tap is None else monotonic_ns()
-        connection = link.local
+        connection, sender = link.local, self._sender
+        what = message, message_id, frames, channel, timeout
         if connection is not None:
-            size, path = self._send_local(link, connection, message, message_id, frames, channel, timeout)
+            size, path = sender.send_local(link, connection, *what)
         else:
-            size, path = self._send_tcp(link, message, message_id, frames, channel, timeout)
+            size, path = sender.send_tcp(link, *what)
         if link.ended:  # what this message has reserved since is not to be kept for ever
             self._endpoint.post(partial(self._plane.forget, peer))
         if self.tap is not None and message.TYPE not in SEALED_TYPES:
             envelope = (message.TYPE, self.worker_id, self.incarnation, message_id, channel, 0, 0, 0)
             self.tap(True, peer, envelope, message, size, began or monotonic_ns(), path)
-
-    def _send_local(
-        self,
-        link: Link,
-        connection: LocalConnection,
-        message: Message,
-        message_id: int,
-        frames: Sequence[Frame],
-        channel: int,
-        timeout: float,
-    ) -> tuple[int, int]:
-        """Sends by a local connection. Returns the size of the message, and the path of its frames."""
-        peer, links = link.peer, self._links
-        source = self.worker_id, self.incarnation
-        if not frames and not self._plane.has_releases(peer):
-            first = encode(message, *source, message_id, channel, None, self._consumed(peer))
-            size = len(first)
-            if size < MIN_COUNTED_BYTES:
-                if channel and message.is_awaited_by(peer):
-                    connection = links.channel(link, channel) or connection
-                links.send_packet(link, connection, first, bool(channel))
-                return size, INLINE
-            self._reserve(peer, message, size, timeout)
-            prepared, chunks = NO_FRAMES, list[Part]()
-        else:
-            prepared, chunks, first, size = self._prepare(
-                link, 0, message, message_id, frames, channel, timeout
-            )
-        sending = False
-        try:
-            small = not chunks and len(first) <= local.MAX_PACKET_BYTES
-            if channel and small and message.is_awaited_by(peer):
-                connection = links.channel(link, channel) or connection
-            sending = True
-            if small and not prepared.manifest:
-                links.send_packet(link, connection, first, bool(channel))
-                return len(first), INLINE
-            packets = self._packets(chunks, first)
-            links.send_local(link, connection, packets, self._plane.shared_memory.offers(peer, prepared))
-            if len(packets) > 1:
-                in_chunks = len(first) if len(first) > local.MAX_PACKET_BYTES else 0
-                links.count_chunks(link, in_chunks + sum(map(len, prepared.frames)))
-        except BaseException as e:
-            # An interrupt is raised when a system call has returned, which may have sent the message.
-            self._undo(peer, message, prepared, size, perhaps_sent=sending and not isinstance(e, Exception))
-            raise
-        path = FRAMES if prepared.frames else SHARED_MEMORY if frames else INLINE
-        return len(first) + sum(map(len, frames)), path
-
-    def _packets(self, chunks: list[Part], first: bytearray) -> list[bytearray]:
-        """Returns the packets of a message: its chunks, as far as a packet is too small, and the last."""
-        source = self.worker_id, self.incarnation
-        if len(first) > local.MAX_PACKET_BYTES:
-            large, more = split_first(first, MAX_INLINE_CHUNK_BYTES)
-            chunks, first = chunks + more, encode(large, *source, 0)
-        return [*(encode(inline(chunk), *source, 0) for chunk in chunks), first]
-
-    def _send_tcp(
-        self,
-        link: Link,
-        message: Message,
-        message_id: int,
-        frames: Sequence[Frame],
-        channel: int,
-        timeout: float,
-    ) -> tuple[int, int]:
-        """Sends by the session of ``link``, or its channel for bulk. Returns as :meth:`_send_local`."""
-        source = self.worker_id, self.incarnation
-        sealed = self._sealed.to(link.peer, frames) if frames else None
-        encrypts = sealed is not None and sealed.cipher.encrypts
-        if not (encrypts or message.TYPE in STABLE_TENSOR_TYPES):
-            frames = self._plane.copies(frames)
-        prepared, chunks, first, size = self._prepare(
-            link, CHUNK_BYTES, message, message_id, frames, channel, timeout
-        )
-        try:
-            if len(first) > CHUNK_BYTES:
-                large, more = split_first(first, CHUNK_BYTES)
-                chunks, first = chunks + more, encode(large, *source, 0)
-            parts = [(encode(chunk, *source, 0), data) for chunk, data in chunks]
-            rest = [frame for frame in prepared.frames if len(frame) <= CHUNK_BYTES]
-            if sealed and prepared.frames:
-                with link.lock:
-                    link.count(first, sum(map(len, prepared.frames)))
-                self._sealed.send(sealed, parts, first, rest)
-            else:
-                self._links.send_session(link, first, rest, parts)
-        except BaseException:
-            self._undo(link.peer, message, prepared, size)
-            raise
-        return len(first) + sum(map(len, frames)), FRAMES if frames else INLINE
-
-    def _prepare(
-        self,
-        link: Link,
-        size_limit: int,
-        message: Message,
-        message_id: int,
-        frames: Sequence[Frame],
-        channel: int,
-        timeout: float,
-    ) -> tuple[PreparedFrames, list[Part], bytearray, int]:
-        """Prepares and encodes a message, and reserves credit for what goes through a socket.
-
-        Args:
-            size_limit: of the frames that are not split; 0: of a local connection, which has no frames.
-
-        Returns:
-            The prepared frames, the chunks of them, the first frame, and the reserved bytes.
-        """
-        peer, source = link.peer, (self.worker_id, self.incarnation)
-        reserved = -1
-        while True:
-            prepared = NO_FRAMES
-            try:
-                prepared = self._plane.prepare(peer, not size_limit, frames)
-                going, chunks = split(prepared, size_limit)
-                first = encode(message, *source, message_id, channel, going.manifest, self._consumed(peer))
-                size = len(first) + sum(map(len, prepared.frames))
-                if size < MIN_COUNTED_BYTES:
-                    size = 0
-                if reserved >= 0 or not size or self._try_reserve(peer, message, size):
-                    break
-            except BaseException:
-                self._undo(peer, message, prepared, max(0, reserved))
-                raise
-            self._plane.rollback(peer, prepared)  # the releases in this message must not wait
-            self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
-            reserved = size
-        if reserved >= 0 and reserved != size:
-            self._plane.send_window.cancel(peer, _is_reply(message), reserved - size)
-        return prepared, chunks, first, size
-
-    def _try_reserve(self, peer: int, message: Message, size: int) -> bool:
-        window = self._plane.send_window
-        return window.try_reserve(peer, _is_reply(message), size, wait=self._may_wait())
-
-    def _reserve(self, peer: int, message: Message, size: int, timeout: float) -> None:
-        if not self._try_reserve(peer, message, size):
-            self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
-
-    def _undo(
-        self,
-        peer: int,
-        message: Message,
-        prepared: PreparedFrames,
-        size: int,
-        perhaps_sent: bool = False,
-    ) -> None:
-        """Undoes the preparation of a message that was not sent, or perhaps only not to its end."""
-        self._plane.rollback(peer, prepared, perhaps_sent=perhaps_sent)
-        if size:
-            self._plane.send_window.cancel(peer, _is_reply(message), size)
 
     def notify(self, peer: int, message: Message, message_id: int = 0) -> None:
         """Sends a control message, if the peer can be reached."""
@@ -647,26 +489,9 @@ class ZmqMailbox(Mailbox):
     def _tell_lost(self, link: Link) -> None:
         first = encode(Goodbye(self._verdict(link)[:1000]), self.worker_id, self.incarnation, 0)
         try:
-            if not link.endpoint:
-                known = self._links.resolve(link.peer)
-                link.incarnation = known.incarnation
-                link.endpoint = self._links.best_endpoint(known)
-            if link.endpoint.startswith("ipc:"):
-                self._links.send_once(link, first)
-            else:
-                self._send_once(link, first)
+            self._links.send_once(link, first, GOODBYE_LINGER_MS)
         except (ZmqgradError, OSError, zmq.ZMQError) as e:
             logger.debug("%s: worker %d is not told that it is lost: %s", self._name, link.peer, e)
-
-    def _send_once(self, link: Link, first: bytearray) -> None:
-        with self._context.socket(zmq.DEALER) as socket:
-            set_up(socket)
-            socket.linger = GOODBYE_LINGER_MS
-            socket.ipv6 = "[" in link.endpoint
-            if self._keys is not None:
-                secure_client(socket, self._keys)
-            socket.connect(link.endpoint)
-            socket.send(first, zmq.NOBLOCK)
 
     # ---- closing ----------------------------------------------------------------------------------------
 
@@ -766,10 +591,6 @@ def _wait_until(condition: Callable[[], bool], deadline: Deadline) -> bool:
 
 def _log_suspected(peer: int, silent: float) -> None:
     logger.debug("worker %d has been silent for %.1f s", peer, silent)
-
-
-def _is_reply(message: Message) -> bool:
-    return bool(message.TYPE & RESPONSE)
 
 
 def _run(task: Task) -> None:

@@ -1,0 +1,214 @@
+"""Sends messages by the links: prepares frames, reserves credit, and undoes both if the message cannot leave.
+
+Within a host a message is one packet, or several with its frames in shared memory or in chunks. Between hosts
+it goes through the session of the link, its large frames through a channel for bulk
+(:mod:`~zmqgrad.transport.sealed`). What is prepared for a message that does not leave must be given back:
+memory, credit, and the releases that it would have carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zmqgrad.transport import local
+from zmqgrad.transport.base import Frame
+from zmqgrad.transport.bulk import CHUNK_BYTES, MAX_INLINE_CHUNK_BYTES, Part, inline, split, split_first
+from zmqgrad.transport.data_plane import DataPlane
+from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES
+from zmqgrad.transport.links import Link, Links
+from zmqgrad.transport.local import LocalConnection
+from zmqgrad.transport.sealed.transport import SealedTransport
+from zmqgrad.transport.shared_memory.packing import PreparedFrames
+from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY
+from zmqgrad.wire.codec import encode
+from zmqgrad.wire.messages import RESPONSE, Message, MessageType
+
+STABLE_TENSOR_TYPES = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, MessageType.FORWARD_AUTOGRAD_REQ})
+"""Requests of the user's program, which must not modify their tensors until they are done. Tensors of other
+messages may change as soon as they are sent; between hosts they are copied, as they may have to be resent."""
+
+NO_FRAMES = PreparedFrames(None, ())
+
+
+class Sender:
+    """Sends the messages of one mailbox. From any thread.
+
+    Args:
+        source: worker id and incarnation.
+        links: which are sent by.
+        plane: prepares frames and counts credit.
+        sealed: the channels for bulk.
+        may_wait: whether the calling thread may wait for credit.
+    """
+
+    def __init__(
+        self,
+        source: tuple[int, int],
+        links: Links,
+        plane: DataPlane,
+        sealed: SealedTransport,
+        may_wait: Callable[[], bool],
+    ) -> None:
+        self._source = source
+        self._links = links
+        self._plane = plane
+        self._sealed = sealed
+        self._may_wait = may_wait
+        self._consumed = plane.consumed
+
+    def send_local(
+        self,
+        link: Link,
+        connection: LocalConnection,
+        message: Message,
+        message_id: int,
+        frames: Sequence[Frame],
+        channel: int,
+        timeout: float,
+    ) -> tuple[int, int]:
+        """Sends by a local connection. Returns the size of the message, and the path of its frames."""
+        peer, links = link.peer, self._links
+        source = self._source
+        if not frames and not self._plane.has_releases(peer):
+            first = encode(message, *source, message_id, channel, None, self._consumed(peer))
+            size = len(first)
+            if size < MIN_COUNTED_BYTES:
+                if channel and message.is_awaited_by(peer):
+                    connection = links.channel(link, channel) or connection
+                links.send_packet(link, connection, first, bool(channel))
+                return size, INLINE
+            self._reserve(peer, message, size, timeout)
+            prepared, chunks = NO_FRAMES, list[Part]()
+        else:
+            prepared, chunks, first, size = self._prepare(
+                link, 0, message, message_id, frames, channel, timeout
+            )
+        sending = False
+        try:
+            small = not chunks and len(first) <= local.MAX_PACKET_BYTES
+            if channel and small and message.is_awaited_by(peer):
+                connection = links.channel(link, channel) or connection
+            sending = True
+            if small and not prepared.manifest:
+                links.send_packet(link, connection, first, bool(channel))
+                return len(first), INLINE
+            packets = self._packets(chunks, first)
+            links.send_local(link, connection, packets, self._plane.shared_memory.offers(peer, prepared))
+            if len(packets) > 1:
+                in_chunks = len(first) if len(first) > local.MAX_PACKET_BYTES else 0
+                links.count_chunks(link, in_chunks + sum(map(len, prepared.frames)))
+        except BaseException as e:
+            # An interrupt is raised when a system call has returned, which may have sent the message.
+            self._undo(peer, message, prepared, size, perhaps_sent=sending and not isinstance(e, Exception))
+            raise
+        path = FRAMES if prepared.frames else SHARED_MEMORY if frames else INLINE
+        return len(first) + sum(map(len, frames)), path
+
+    def _packets(self, chunks: list[Part], first: bytearray) -> list[bytearray]:
+        """Returns the packets of a message: its chunks, as far as a packet is too small, and the last."""
+        source = self._source
+        if len(first) > local.MAX_PACKET_BYTES:
+            large, more = split_first(first, MAX_INLINE_CHUNK_BYTES)
+            chunks, first = chunks + more, encode(large, *source, 0)
+        return [*(encode(inline(chunk), *source, 0) for chunk in chunks), first]
+
+    def send_tcp(
+        self,
+        link: Link,
+        message: Message,
+        message_id: int,
+        frames: Sequence[Frame],
+        channel: int,
+        timeout: float,
+    ) -> tuple[int, int]:
+        """Sends by the session of ``link``, or its channel for bulk. Returns as :meth:`send_local`."""
+        source = self._source
+        sealed = self._sealed.to(link.peer, frames) if frames else None
+        encrypts = sealed is not None and sealed.cipher.encrypts
+        if not (encrypts or message.TYPE in STABLE_TENSOR_TYPES):
+            frames = self._plane.copies(frames)
+        prepared, chunks, first, size = self._prepare(
+            link, CHUNK_BYTES, message, message_id, frames, channel, timeout
+        )
+        try:
+            if len(first) > CHUNK_BYTES:
+                large, more = split_first(first, CHUNK_BYTES)
+                chunks, first = chunks + more, encode(large, *source, 0)
+            parts = [(encode(chunk, *source, 0), data) for chunk, data in chunks]
+            rest = [frame for frame in prepared.frames if len(frame) <= CHUNK_BYTES]
+            if sealed and prepared.frames:
+                with link.lock:
+                    link.count(first, sum(map(len, prepared.frames)))
+                self._sealed.send(sealed, parts, first, rest)
+            else:
+                self._links.send_session(link, first, rest, parts)
+        except BaseException:
+            self._undo(link.peer, message, prepared, size)
+            raise
+        return len(first) + sum(map(len, frames)), FRAMES if frames else INLINE
+
+    def _prepare(
+        self,
+        link: Link,
+        size_limit: int,
+        message: Message,
+        message_id: int,
+        frames: Sequence[Frame],
+        channel: int,
+        timeout: float,
+    ) -> tuple[PreparedFrames, list[Part], bytearray, int]:
+        """Prepares and encodes a message, and reserves credit for what goes through a socket.
+
+        Args:
+            size_limit: of the frames that are not split; 0: of a local connection, which has no frames.
+
+        Returns:
+            The prepared frames, the chunks of them, the first frame, and the reserved bytes.
+        """
+        peer, source = link.peer, self._source
+        reserved = -1
+        while True:
+            prepared = NO_FRAMES
+            try:
+                prepared = self._plane.prepare(peer, not size_limit, frames)
+                going, chunks = split(prepared, size_limit)
+                first = encode(message, *source, message_id, channel, going.manifest, self._consumed(peer))
+                size = len(first) + sum(map(len, prepared.frames))
+                if size < MIN_COUNTED_BYTES:
+                    size = 0
+                if reserved >= 0 or not size or self._try_reserve(peer, message, size):
+                    break
+            except BaseException:
+                self._undo(peer, message, prepared, max(0, reserved))
+                raise
+            self._plane.rollback(peer, prepared)  # the releases in this message must not wait
+            self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
+            reserved = size
+        if reserved >= 0 and reserved != size:
+            self._plane.send_window.cancel(peer, _is_reply(message), reserved - size)
+        return prepared, chunks, first, size
+
+    def _try_reserve(self, peer: int, message: Message, size: int) -> bool:
+        window = self._plane.send_window
+        return window.try_reserve(peer, _is_reply(message), size, wait=self._may_wait())
+
+    def _reserve(self, peer: int, message: Message, size: int, timeout: float) -> None:
+        if not self._try_reserve(peer, message, size):
+            self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
+
+    def _undo(
+        self,
+        peer: int,
+        message: Message,
+        prepared: PreparedFrames,
+        size: int,
+        perhaps_sent: bool = False,
+    ) -> None:
+        """Undoes the preparation of a message that was not sent, or perhaps only not to its end."""
+        self._plane.rollback(peer, prepared, perhaps_sent=perhaps_sent)
+        if size:
+            self._plane.send_window.cancel(peer, _is_reply(message), size)
+
+
+def _is_reply(message: Message) -> bool:
+    return bool(message.TYPE & RESPONSE)
