@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,11 +47,17 @@ def times_run() -> tuple[int, int]:
 
 
 class Network(threading.Thread):
-    """Breaks the network between ``hosts`` in one way after another until it is told to stop."""
+    """Breaks the network between ``hosts`` in one way after another until it is told to stop.
 
-    def __init__(self, hosts: Hosts) -> None:
+    It begins once a worker has connected to the unix socket at ``meeting``: the workers first meet at a store
+    of torch, which does not survive a reset.
+    """
+
+    def __init__(self, hosts: Hosts, meeting: Path) -> None:
         super().__init__(name="network")
         self._hosts = hosts
+        self._meeting = socket.create_server(str(meeting), family=socket.AF_UNIX)
+        self._meeting.settimeout(60)
         self._ending = threading.Event()
         self._ways: list[Callable[[float], None]] = [self._kill, self._down]
         if hosts.can_reject():
@@ -60,6 +68,8 @@ class Network(threading.Thread):
     def run(self) -> None:
         drawn = random.Random(7)
         try:
+            with self._meeting:
+                self._meeting.accept()[0].close()
             while not self._ending.wait(drawn.uniform(0.1, 1.0)):
                 way = drawn.choice(self._ways)
                 way(drawn.uniform(0.1, MAX_OUTAGE_SECONDS))
@@ -88,11 +98,13 @@ class Network(threading.Thread):
 # ---- a network that fails all the time, for a while ------------------------------------------------------
 
 
-def through_outages(rank: int, calls: int, port: int) -> Any:
+def through_outages(rank: int, calls: int, port: int, meeting: Path) -> Any:
     enter(rank)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options())
     result = None
     if rank == 0:
+        with socket.socket(socket.AF_UNIX) as met:
+            met.connect(str(meeting))
         with ThreadPoolExecutor(8) as pool:
             tasks = [
                 pool.submit(call_often, calls // 2, 0),
@@ -167,22 +179,23 @@ def use_store(port: int, count: int) -> None:
         assert last.wait(60), seen[-3:]
 
 
-def serve_store(rank: int, calls: int, port: int) -> Any:
+def serve_store(rank: int, calls: int, port: int, meeting: Path) -> Any:
     """As :func:`through_outages`; the worker on the second host serves a store as well."""
     if rank == 0:
-        return through_outages(rank, calls, port)
+        return through_outages(rank, calls, port, meeting)
     enter(rank)
     with TCPStore("10.213.7.2", port, is_master=True, timeout=100):
-        return through_outages(rank, calls, port)
+        return through_outages(rank, calls, port, meeting)
 
 
 @pytest.mark.timeout(max(170, CALLS // 50))
-def test_nothing_is_lost_or_done_twice_while_the_network_fails(hosts: Hosts) -> None:
-    network = Network(hosts)
+def test_nothing_is_lost_or_done_twice_while_the_network_fails(hosts: Hosts, tmp_path: Path) -> None:
+    network = Network(hosts, tmp_path / "meeting")
     network.start()
     try:
+        arguments = CALLS, free_port(), tmp_path / "meeting"
         (counts, reconnects), _ = run_processes(
-            serve_store, 2, (CALLS, free_port()), timeout=max(140, CALLS // 60), env=hosts.environment()
+            serve_store, 2, arguments, timeout=max(140, CALLS // 60), env=hosts.environment()
         )
     finally:
         network.stop()
