@@ -24,8 +24,9 @@ from zmqgrad.rpc.current import current_worker
 from zmqgrad.store import FileStore
 from zmqgrad.wire.messages import BackwardAutogradReq, BackwardAutogradResp, Message, RRefValue
 
-HOLD_SECONDS = 1.0
+HOLD_SECONDS = 2.0
 CALLS = 600
+FLOOD = 6000
 WAITERS = 6
 
 _gate = threading.Event()
@@ -37,6 +38,27 @@ def at_the_gate(size: int) -> torch.Tensor:
     _waiting.release()
     assert _gate.wait(60)
     return torch.full((size,), 2.0)
+
+
+_promised: dict[int, torch.futures.Future[bytes]] = {}
+
+
+@rpc.functions.async_execution
+def promised(number: int) -> torch.futures.Future[bytes]:
+    """Replies when the process ends."""
+    future = _promised[number] = torch.futures.Future()
+    return future
+
+
+def keep_promises_and_end(path: str) -> None:
+    eventually(lambda: len(_promised), lambda n: n == FLOOD, 60)
+    signs = FileStore(path)
+    signs.set("all wait", "")
+    signs.wait(["held"], 60)
+    for number, future in _promised.items():
+        future.set_result(number.to_bytes(4, "big") + bytes(20_000))
+    eventually(lambda: len(current_worker().server.in_flight), lambda n: n <= 1, 30)
+    os._exit(0)
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -68,8 +90,11 @@ def reply_and_end(calls: int, reports: int, path: str) -> None:
     worker, sent = current_worker(), threading.Semaphore(0)
 
     def count_reports(outgoing: bool, peer: int, envelope: Any, message: Message, *rest: object) -> None:
-        if outgoing and isinstance(message, (BackwardAutogradReq, BackwardAutogradResp, RRefValue)):
+        if outgoing and isinstance(message, RRefValue):
             sent.release()
+        if outgoing and isinstance(message, (BackwardAutogradReq, BackwardAutogradResp)) and message.handled:
+            for _ in message.handled.requests:  # a branch may be reported after its gradients
+                sent.release()
 
     worker.mailbox.tap = count_reports
     signs = FileStore(path)
@@ -96,6 +121,14 @@ def wait_by_futures(path: str) -> int:
     rpc.rpc_async("worker1", reply_and_end, args=(WAITERS, 0, path))
     hold_the_lock(path)
     return sum(int(future.wait()[0] == 2) for future in futures + many)
+
+
+def wait_for_a_flood(path: str) -> int:
+    """More replies than the kernel accepts from one connection."""
+    futures = [rpc.rpc_async("worker1", promised, args=(number,)) for number in range(FLOOD)]
+    rpc.rpc_async("worker1", keep_promises_and_end, args=(path,))
+    hold_the_lock(path)
+    return sum(future.wait()[:4] == number.to_bytes(4, "big") for number, future in enumerate(futures))
 
 
 def wait_by_callbacks(path: str) -> int:
@@ -144,6 +177,7 @@ def wait_by_backward(path: str) -> int:
 
 WAITS = {
     "futures": (wait_by_futures, WAITERS + CALLS),
+    "a flood": (wait_for_a_flood, FLOOD),
     "callbacks": (wait_by_callbacks, WAITERS),
     "threads": (wait_in_threads, WAITERS),
     "references": (wait_by_references, WAITERS),

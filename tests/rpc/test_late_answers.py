@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.waiting import eventually
 from zmqgrad import rpc
-from zmqgrad.errors import RpcTimeoutError
+from zmqgrad.errors import RpcError, RpcTimeoutError
 from zmqgrad.rpc import server
 from zmqgrad.rpc.current import current_worker, reset_current_worker, set_current_worker
 from zmqgrad.rpc.membership.group import make_worker
@@ -124,3 +124,19 @@ def test_a_reply_that_arrived_before_its_sender_was_lost(pair: list[Worker]) -> 
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
     worker.lose(1, "its process has ended")
     assert worker.decode(worker.wait(call)) == 4
+
+
+def test_a_call_that_begins_while_its_worker_shuts_down_fails(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is registered after the pending calls were failed, and could still be sent."""
+    worker = pair[0]
+    add = worker.client.pending.add
+
+    def closed_before(call: Any) -> None:
+        worker.close()
+        add(call)
+
+    monkeypatch.setattr(worker.client.pending, "add", closed_before)
+    with pytest.raises(RpcError, match="worker0 has been shut down"):
+        rpc.rpc_sync("worker1", current_worker, timeout=0)

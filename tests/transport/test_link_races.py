@@ -18,9 +18,9 @@ from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import OverArena, OverZmq
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
-from zmqgrad.transport import local
+from zmqgrad.transport import links, local
 from zmqgrad.transport.base import Inbound, PeerEnd, ReplyChannel
-from zmqgrad.transport.endpoint import Endpoint
+from zmqgrad.transport.endpoint import PROCESS_ENDED, Endpoint
 from zmqgrad.transport.links import Links
 from zmqgrad.transport.local import LocalConnection
 from zmqgrad.transport.local.channels import ReplyChannel as Channel
@@ -62,6 +62,7 @@ def test_what_is_queued_while_the_last_of_the_queue_leaves_is_sent(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that has sent the queue must not then register that nothing waits."""
+    monkeypatch.setattr(links, "MAX_AHEAD", 0)  # it queues at once, rather than to continue
     a, gate = office.open(0), Gate()
     office.open(1, gate)
     sent = 0
@@ -94,6 +95,42 @@ def test_what_is_queued_while_the_last_of_the_queue_leaves_is_sent(
     gate.opened.set()
     eventually(lambda: len(gate.ids), lambda count: count == sent)
     assert gate.ids == list(range(sent))
+
+
+@pytest.mark.parametrize("size", [0, 20_000], ids=["small", "large"])
+@pytest.mark.parametrize("how", ["it ends", "it leaves", "it is declared lost"])
+def test_what_was_sent_to_one_that_did_not_read_arrives_before_the_end(
+    office: Office, size: int, how: str
+) -> None:
+    """More than the kernel accepts from one connection, and sent by several threads."""
+    opened, count = threading.Event(), 4000 if size else 40_000
+
+    def gated(inbound: Inbound) -> None:
+        assert opened.wait(60)
+        b.events.put(inbound)
+
+    a, b = office.open(0), office.open(1, gated, ends=True)
+    a.mailbox.send(1, StoreSet("key", bytes(size)), 0)
+
+    def send(first: int) -> None:
+        for n in range(first, count, 2):
+            a.mailbox.send(1, StoreSet("key", bytes(size)), n)
+
+    threads = [threading.Thread(target=send, args=(first,)) for first in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if how == "it is declared lost":
+        b.mailbox.end(0, "lost")
+    else:
+        a.mailbox.close("farewell" if how == "it leaves" else "")
+        assert a.mailbox.join(Deadline.after(20)) == []
+    opened.set()
+    ids, reason = b.take_until_end(0)
+    assert reason == {"it ends": PROCESS_ENDED, "it leaves": "farewell"}.get(how, "lost")
+    assert sorted(ids) == list(range(count))
+    assert [n for n in ids if n % 2] == list(range(1, count, 2)), "in the order of each thread"
 
 
 def test_an_event_of_another_connection_with_the_same_descriptor_does_no_harm(office: Office) -> None:

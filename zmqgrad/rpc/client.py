@@ -208,7 +208,10 @@ class Client:
         self.pending.add(call)
         was_sent = False
         try:
-            if peer in self._lost:  # lost since the first check; the loss may have missed this call
+            # What happened since the first checks may have missed this call.
+            if self._worker.closed:
+                raise self._worker.closed_error()
+            if peer in self._lost:
                 raise self._worker.loss_of(peer, describe(description))
             if on_id is not None:
                 on_id(call.message_id)

@@ -11,7 +11,8 @@ Whoever learns that a peer has ended calls :meth:`Endpoint.end`. The reader then
 it takes everything that has arrived, and delivers the end when the last path has reached its own. So a loss
 never overtakes what the peer has sent:
 
-    local connection   shut down for reading; the kernel returns what has arrived, then the end of the file
+    local connection   shut down for reading; the kernel returns what has arrived, then the end of the file,
+                       or the connection that continues it
     reply channel      the same, read by its owner; by the reader, if the owner is not waiting there just now
     route of ROUTER    after the ROUTER was read empty; of a process of this host that has ended, after the
                        monitor has reported the end of the connection
@@ -461,8 +462,15 @@ class Endpoint:
         link.paths.add(connection)
         if not link.end_reason:  # read after the path was added: otherwise _end might miss it
             return True
+        if connection.hello.number and not link.ended:  # what it continues was open when the end began
+            connection.stop_receiving()
+            return True
         self.post(partial(self._refuse_path, connection, link))
         return False
+
+    def on_path_continued(self, connection: LocalConnection) -> None:
+        """Handles the end of a local connection that another path continues. In the reading thread."""
+        self._links.to(connection.hello.source).paths.discard(connection)
 
     def _refuse_path(self, connection: LocalConnection, link: Link) -> None:
         self._close_channel_path(connection)

@@ -30,7 +30,7 @@ from zmqgrad.transport import local
 from zmqgrad.transport.base import Buffer, PeerAddress, Resolver
 from zmqgrad.transport.heartbeat import SCHEME
 from zmqgrad.transport.local.channels import MAX_NUMBER, channel_endpoint
-from zmqgrad.transport.local.connection import PROTOCOL, Hello, LocalConnection, Offer
+from zmqgrad.transport.local.connection import MAX_AHEAD, PROTOCOL, Hello, LocalConnection, Offer
 from zmqgrad.transport.security import Keys, secure_client
 from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sessions import Sessions
@@ -235,9 +235,13 @@ class Links:
         return socket
 
     def _connect_local(
-        self, link: Link, endpoint: str, target: int, number: int = 0
+        self, link: Link, endpoint: str, target: int, number: int = 0, continued: int = 0
     ) -> LocalConnection | None:
         """Connects to a listener of the peer. Returns None if no process of our user listens there.
+
+        Args:
+            number: of a reply channel; 0: the receiver.
+            continued: the how manieth connection it continues.
 
         Raises:
             TransportError: if this process has no descriptor left, or the peer does not accept in time.
@@ -247,7 +251,10 @@ class Links:
             # Sent at once, a message is in the kernel, and outlives this process. At a reply channel, which
             # may be closed before it accepts, it would be lost with the connection: see channel().
             opened = local.connect(
-                channel_endpoint(endpoint, number), self._hello_to(target), self._on_backlog, eager=not number
+                channel_endpoint(endpoint, number),
+                self._hello_to(target, continued),
+                self._on_backlog,
+                eager=not number,
             )
         except OSError as e:
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
@@ -295,7 +302,8 @@ class Links:
             TransportError: if there is no descriptor for an offer.
         """
         try:
-            connection.send_all(packets, offers)
+            if connection.send_all(packets, offers):
+                self._continue(link, connection)
         except OSError as e:
             other = self._on_local_error(link, connection, e)
             if other is not None:
@@ -310,11 +318,38 @@ class Links:
     def send_packet(self, link: Link, connection: LocalConnection, packet: bytearray, awaited: bool) -> None:
         """As :meth:`send_local`, for one packet; ``awaited``: a thread waits for it or for its reply."""
         try:
-            connection.send(packet, keep_gil=not awaited)
+            if connection.send(packet, keep_gil=not awaited):
+                self._continue(link, connection)
         except OSError as e:
             other = self._on_local_error(link, connection, e)
             if other is not None:
                 self.send_packet(link, other, packet, awaited)
+
+    def _continue(self, link: Link, full: LocalConnection) -> None:
+        """Opens another connection to ``link`` if the kernel accepts no more packets of ``full``."""
+        with link.lock:
+            if full is not link.local or full.ahead >= MAX_AHEAD or not full.backlog():
+                return
+            try:
+                following = self._connect_local(
+                    link, link.endpoint, link.incarnation, continued=full.number + 1
+                )
+            except TransportError as e:  # no descriptor is left now
+                logger.debug("%s: packets to worker %d wait here: %s", self._name, link.peer, e)
+                return
+            if following is None:
+                return  # it has ended, as its connection reports
+            full.continue_by(following, partial(self._switch, link, full, following))
+        if following.backlog():
+            self._continue(link, following)
+
+    def _switch(self, link: Link, full: LocalConnection, following: LocalConnection, fd: int) -> None:
+        """Called with the locks of the link and of ``full`` held."""
+        assert self._service is not None
+        self._service.unwatch(fd)
+        link.local = following
+        link.messages += full.sent
+        link.header_bytes += full.sent_bytes
 
     def _on_local_error(
         self, link: Link, connection: LocalConnection, error: OSError
@@ -404,9 +439,9 @@ class Links:
                 return endpoint
         raise _unreachable(known)
 
-    def _hello_to(self, target: int) -> Hello:
+    def _hello_to(self, target: int, number: int = 0) -> Hello:
         own = self._hello
-        return Hello(PROTOCOL, own.job, target, own.source, own.incarnation)
+        return Hello(PROTOCOL, own.job, target, own.source, own.incarnation, number)
 
     def channel(self, link: Link, number: int) -> LocalConnection | None:
         """Returns the connection to reply channel ``number`` of the peer; None before it is accepted."""

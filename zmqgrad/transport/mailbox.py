@@ -228,6 +228,7 @@ class ZmqMailbox(Mailbox):
             self.incarnation,
             self._call_later,
             on_opened=lambda connection: self._endpoint.on_path_opened(connection),
+            on_continued=lambda connection: self._endpoint.on_path_continued(connection),
         )
 
     def _call_later(self, seconds: float, job: Callable[[], None]) -> None:
@@ -471,11 +472,11 @@ class ZmqMailbox(Mailbox):
         first = encode(Goodbye(reason[:1000]), self.worker_id, self.incarnation, 0)
         try:
             if link.local is not None:
-                link.local.send(first)
+                self._links.send_packet(link, link.local, first, awaited=False)
             elif link.session is not None:
                 with link.lock:
                     link.session.send_last(first)
-        except (OSError, zmq.ZMQError) as e:
+        except (ZmqgradError, zmq.ZMQError) as e:
             logger.debug("%s: worker %d does not get the last message: %s", self._name, link.peer, e)
 
     def _refuse(self, link: Link) -> None:

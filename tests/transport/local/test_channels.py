@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import pytest
@@ -232,6 +233,26 @@ def test_what_arrived_at_a_channel_without_an_owner_is_read_before_the_end(offic
     b.mailbox.close("it leaves")
     assert numbers(events, 5) == list(range(5))
     assert the_end(events)[::2] == (1, "it leaves")
+
+
+def test_a_wake_up_beside_the_end_of_a_connection_is_not_lost(office: Office) -> None:
+    """Both are there when the owner looks: one poll reports them."""
+    a, b, events = with_ends(office)
+    channel = channel_to(a)
+    open_channel(a, b, channel, events)
+    reading = channel._reading  # type: ignore[attr-defined]  # the owner is about to look
+    with ThreadPoolExecutor(1) as threads, reading:
+        waiting = threads.submit(channel.receive, 60.0)
+        b.mailbox.close()
+        assert b.mailbox.join(Deadline.after(20)) == []
+        channel.wake()
+        reading.release()
+        try:
+            assert waiting.result(20) is None
+        finally:
+            channel.wake()
+            reading.acquire()
+    channel.release()
 
 
 def test_what_arrived_while_the_owner_is_away_is_read_before_the_end(office: Office) -> None:

@@ -120,6 +120,49 @@ def test_a_packet_arrives_whole(site: Site, size: int, keep_gil: bool) -> None:
     assert (connection.sent, connection.sent_bytes) == (2, 2 * size)
 
 
+@pytest.mark.parametrize("accepted", [False, True])
+def test_connections_that_continue_one_another_are_read_in_order(site: Site, accepted: bool) -> None:
+    """Nothing is read before the sender has closed them all."""
+    connection, count = site.ready() if accepted else site.connect(eager=True), 0
+    for number in range(1, 6):
+        while not connection.backlog():
+            connection.send(b"%d" % count)
+            count += 1
+        hello = Hello(PROTOCOL, JOB, 7, 3, 33, number)
+        following = local.connect(site.endpoint, hello, site.backlogged.append, eager=True)
+        site.opened.append(following)
+        switched: list[int] = []
+        connection.continue_by(following, switched.append)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            connection.send(b"too late")
+        assert len(switched) == 1
+        assert following.ahead == (number - 1 if accepted else number)
+        connection = following
+    connection.close()
+    while not site.ends:
+        site.read(1000)
+    assert site.packets == [b"%d" % n for n in range(count)]
+    assert len(site.accepted) == 6
+    assert site.ended == site.ends == site.accepted[-1:]
+    assert not site.listener.connections
+
+
+def test_a_connection_is_welcome_once_those_before_it_were_read(site: Site) -> None:
+    first = site.ready()
+    first.send(b"1")
+    hello = Hello(PROTOCOL, JOB, 7, 3, 33, 1)
+    following = local.connect(site.endpoint, hello, site.backlogged.append, eager=True)
+    site.opened.append(following)
+    following.send(b"2")
+    site.read()
+    assert site.packets == [b"1"]
+    assert not following.is_ready()
+    first.continue_by(following, lambda fd: None)
+    site.read()
+    assert following.is_ready()
+    assert site.packets == [b"1", b"2"]
+
+
 def test_both_ends_can_send(site: Site) -> None:
     connection = site.ready()
     connection.send(b"question")

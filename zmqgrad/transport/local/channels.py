@@ -69,6 +69,7 @@ class ReplyChannel:
         self.number = number
         self._on_settled = on_settled
         self._in_hand = False  # the owner handles a message that it has received
+        self._over = False  # a wake-up was read, or the time was over, which the owner is still to be told
         self._spinner = Spinner(budget)
         self._decode = decode
         self._on_path_closed = on_path_closed
@@ -106,9 +107,11 @@ class ReplyChannel:
     def _wait(self, seconds: float | None) -> bool:
         """Waits until something has arrived. Returns False after ``seconds``, or a wake-up without."""
         while not self._arrived:
-            ready = self._spinner.spin(self._poll.poll) or self._poll.poll(to_milliseconds(seconds))
-            if self._read(ready) and not self._arrived:
+            if self._over:
+                self._over = False
                 return False
+            ready = self._spinner.spin(self._poll.poll) or self._poll.poll(to_milliseconds(seconds))
+            self._over = self._read(ready)
         return True
 
     def _read(self, ready: list[tuple[int, int]]) -> bool:

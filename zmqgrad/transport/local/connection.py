@@ -4,6 +4,12 @@ The connecting side begins with a :class:`Hello`, which names its job, itself, a
 wants to reach; the accepting side replies :data:`WELCOME`, or closes. That only guards against mistakes, such
 as an address read from another job's store: processes of the same user are trusted.
 
+What is sent must outlive its sender, also if the peer does not read just now: a thread of it may hold the
+interpreter lock. When the kernel accepts no more packets, a worker continues by another connection
+(:meth:`LocalConnection.continue_by`), whose :class:`Hello` has the next number. The peer reads it behind the
+end of the one before, and replies WELCOME only then. If many are still to be read, or the peer is a store or
+a reply channel, packets wait in the sender's memory.
+
 A descriptor of shared memory is sent with a packet of its own (SCM_RIGHTS). Reading with ancillary data costs
 twice as much, so a packet :data:`ANNOUNCEMENT` precedes it.
 """
@@ -38,7 +44,10 @@ SEND_BUFFER_BYTES = 4 << 20
 CONNECT_SECONDS = 5
 """How long a connection waits to be queued by its listener."""
 
-PROTOCOL = "zmqgrad-local-2"
+MAX_AHEAD = 128
+"""How many connections of one sender the peer has not begun to read. More packets wait in memory."""
+
+PROTOCOL = "zmqgrad-local-3"
 WELCOME = b"welcome"
 ANNOUNCEMENT = b"d"
 """The next packet has a descriptor."""
@@ -51,7 +60,8 @@ _NOW = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The first packet: the job, the incarnation to be reached, and the sender.
 
-    ``source`` is the worker id of the sender; -1: it is a client of a store.
+    ``source`` is the worker id of the sender; -1: it is a client of a store. ``number`` counts the
+    connections of which each continues the one before.
     """
 
     protocol: str
@@ -59,6 +69,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     target: int
     source: int = -1
     incarnation: int = 0
+    number: int = 0
 
 
 def supported() -> bool:
@@ -136,7 +147,7 @@ def connect(
     except BaseException:
         opened.close()
         raise
-    return LocalConnection(opened, on_backlog, eager=eager)
+    return LocalConnection(opened, on_backlog, eager=eager, number=hello.number)
 
 
 Queued = tuple[bytes, int]
@@ -163,6 +174,7 @@ class LocalConnection:
             then be called once the socket is writable. Called with the lock held: it must only register that.
         hello: what the peer sent; None: this end connected, and the peer has not accepted it yet.
         eager: as for :func:`connect`.
+        number: of the hello that was sent.
     """
 
     __slots__ = (
@@ -176,9 +188,11 @@ class LocalConnection:
         "_send",
         "_socket",
         "accepted",
+        "ahead",
         "descriptors",
         "fd",
         "hello",
+        "number",
         "receive",
         "sent",
         "sent_bytes",
@@ -191,12 +205,17 @@ class LocalConnection:
         hello: Hello | None = None,
         *,
         eager: bool = False,
+        number: int = 0,
     ) -> None:
         self._socket = connected
         self._send = connected.send
         self._on_backlog = on_backlog
         self.accepted = hello is not None
         """Whether the listener has accepted this connection."""
+        self.number = number
+        """That of the hello that this end has sent."""
+        self.ahead = 0
+        """How many connections the peer has yet to read before it begins with this one."""
         self._may_send = self.accepted or eager
         self.hello = hello or Hello(PROTOCOL, b"", 0)
         self._lock = threading.Lock()  # guards what follows, and the order of packets
@@ -270,11 +289,14 @@ class LocalConnection:
                 self.accepted = self._may_send = True
         return True
 
-    def send(self, packet: bytes | bytearray, *, keep_gil: bool = False) -> None:
+    def send(self, packet: bytes | bytearray, *, keep_gil: bool = False) -> bool:
         """Sends ``packet``, or queues it behind earlier ones.
 
         Args:
             keep_gil: whether to hold the GIL during the system call, for one packet of many.
+
+        Returns:
+            Whether it was queued.
 
         Raises:
             OSError: if the connection is broken. The packet was not sent.
@@ -288,15 +310,19 @@ class LocalConnection:
                         send_with_gil(self.fd, packet)
                     else:
                         self._send(packet, _NOW)
-                    return
+                    return False
                 except BlockingIOError:
                     self._queue(bytes(packet), -1)
                     self._on_backlog(self)
-                    return
+                    return True
             self._queue(bytes(packet), -1)
+            return True
 
-    def send_all(self, packets: Sequence[bytes | bytearray], offers: Sequence[Offer]) -> None:
+    def send_all(self, packets: Sequence[bytes | bytearray], offers: Sequence[Offer]) -> bool:
         """Sends the packets of one message, behind the segments of ``offers`` that the peer does not have.
+
+        Returns:
+            Whether a packet was queued.
 
         Raises:
             OSError: if the connection is broken, or there is no descriptor for an offer.
@@ -310,6 +336,7 @@ class LocalConnection:
                 self._put(packet, -1)
             self.sent += 1
             self.sent_bytes += sum(map(len, packets))
+            return bool(self._backlog)
 
     def _put_offer(self, offer: Offer) -> None:
         described, fd = offer.make()
@@ -418,6 +445,22 @@ class LocalConnection:
             self._backlog.clear()
             self._socket.close()
             return queued
+
+    def continue_by(self, following: LocalConnection, switch: Callable[[int], object]) -> None:
+        """Lets ``following``, which is new, send what is queued here, and closes this connection.
+
+        Args:
+            switch: makes others use ``following``; called with the descriptor of this connection, before it
+                is closed. Called with the lock held.
+        """
+        with self._lock:
+            following.ahead = 0 if self.accepted else self.ahead + 1
+            queued = list(self._backlog)
+            self._backlog.clear()
+            following.adopt(queued)
+            switch(self.fd)
+            self.fd = -1
+            self._socket.close()
 
     def adopt(self, queued: Sequence[Queued]) -> None:
         """Sends what another connection to the same process could not send."""

@@ -65,8 +65,10 @@ class LocalListener:
         incarnation: connections for another process are refused.
         call_later: runs a job later, in any thread.
         on_backlog: see :class:`LocalConnection`; None: nothing is sent by these connections.
-        on_opened: called with a connection that was accepted. Returns whether to keep it.
-        on_closed: called with a connection that has ended, before it is closed.
+        on_opened: called with a connection that was accepted. Returns whether to keep it; one that continues
+            another is kept.
+        on_continued: called with a connection that has ended, and that another one continues.
+        on_closed: called with any other connection that has ended, before it is closed.
         max_connections: further connections are refused.
 
     Raises:
@@ -83,6 +85,7 @@ class LocalListener:
         *,
         on_backlog: Callable[[LocalConnection], None] | None = None,
         on_opened: Callable[[LocalConnection], bool] | None = None,
+        on_continued: Callable[[LocalConnection], None] | None = None,
         on_closed: Callable[[LocalConnection], None] | None = None,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
@@ -100,10 +103,12 @@ class LocalListener:
         self._call_later = call_later
         self._on_backlog = on_backlog or _ignore
         self._on_opened = on_opened or _keep
+        self._on_continued = on_continued or _ignore
         self._on_closed = on_closed or _ignore
         self._max_connections = max_connections
         self._reads = 0
         self._handshaking: dict[int, socket.socket] = {}  # connected sockets that have not sent a hello
+        self._following: dict[Hello, LocalConnection] = {}  # to be read when the one before has ended
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listening.setblocking(False)
@@ -134,34 +139,55 @@ class LocalListener:
         except BlockingIOError:
             return ()
         except OSError as e:
-            return () if self._pause_without_descriptor(e, fd) else ((self._fail(fd, e), connection),)
+            return () if self._pause_without_descriptor(e, fd) else self._fail(fd, connection, e)
         return self._read_burst(fd, connection, packet)
 
     def _read_burst(self, fd: int, connection: LocalConnection, packet: bytes) -> list[Arrival]:
-        arrived = [(packet, connection)]
+        arrived: list[Arrival] = []
         try:
-            while packet and len(arrived) < BURST_PACKETS:
-                packet = connection.receive()
+            while packet:
                 arrived.append((packet, connection))
+                if len(arrived) == BURST_PACKETS:
+                    break
+                packet = connection.receive()
+            else:
+                arrived += self._finish(fd, connection)
         except BlockingIOError:
             pass
         except OSError as e:
             if not self._pause_without_descriptor(e, fd):
-                arrived.append((self._fail(fd, e), connection))
-                packet = b"-"  # the end was added
+                arrived += self._fail(fd, connection, e)
         self.bursting = len(arrived) > 1
-        if not packet:
-            self._end(fd, connection)
         return arrived
 
-    def _fail(self, fd: int, error: OSError) -> bytes:
+    def _fail(self, fd: int, connection: LocalConnection, error: OSError) -> Sequence[Arrival]:
         logger.debug("%s: a connection is broken: %s", self.endpoint, error)
-        self._end(fd, self.connections[fd])
-        return b""
+        return self._finish(fd, connection)
+
+    def _finish(self, fd: int, connection: LocalConnection) -> Sequence[Arrival]:
+        """Closes a connection that was read to its end, which is returned unless another one continues it."""
+        hello = connection.hello
+        following = msgspec.structs.replace(hello, number=hello.number + 1)
+        if hello.source >= 0 and following not in self._following:
+            self.accept_pending()  # it was opened before this one was closed
+            if self._listening.fileno() in self._paused and self._pause(fd):
+                return ()  # it may wait there for a descriptor of this process
+        next_one = self._following.pop(following, None)
+        if next_one is None:
+            self._end(fd, connection)
+            return ((b"", connection),)
+        self._forget(fd)
+        self._on_continued(connection)
+        connection.close()
+        self._welcome(next_one)
+        return ()
 
     def _pause_without_descriptor(self, error: OSError, fd: int) -> bool:
         """Stops polling ``fd`` for a while if this process has no descriptor left. Returns whether so."""
-        if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.is_open:
+        return error.errno in (errno.EMFILE, errno.ENFILE) and self._pause(fd)
+
+    def _pause(self, fd: int) -> bool:
+        if not self.is_open:
             return False
         if fd not in self._paused:
             logger.warning("%s: this process has no more file descriptors: peers must wait", self.endpoint)
@@ -192,18 +218,36 @@ class LocalListener:
             logger.warning("%s: refused a connection that does not speak zmqgrad: %s", self.endpoint, e)
             hello = None
         del self._handshaking[fd]
-        full = len(self.connections) >= self._max_connections
-        if hello is None or full or not self._is_for_us(hello):
+        full = len(self.connections) + len(self._following) >= self._max_connections
+        if hello is None or full or not self._is_for_us(hello) or hello in self._following:
             self._poll.unregister(fd)
             new.close()
             return
-        try:
-            new.send(WELCOME)
-        except OSError as e:  # what it has sent is to be read nevertheless
-            logger.debug("a peer left before it was accepted: %s", e)
-        connection = self.connections[fd] = LocalConnection(new, self._on_backlog, hello)
+        self._poll.unregister(fd)
+        connection = LocalConnection(new, self._on_backlog, hello)
+        if self._continues_another(hello):
+            self._following[hello] = connection
+            self._on_opened(connection)
+            return
+        self._welcome(connection)
         if not self._on_opened(connection):
             self.drop(connection)
+
+    def _continues_another(self, hello: Hello) -> bool:
+        """Returns whether the connection before the one that begins with ``hello`` is still to be read."""
+        if not hello.number:
+            return False
+        before = msgspec.structs.replace(hello, number=hello.number - 1)
+        return before in self._following or any(c.hello == before for c in self.connections.values())
+
+    def _welcome(self, connection: LocalConnection) -> None:
+        """Begins to read ``connection``."""
+        self.connections[connection.fd] = connection
+        self._poll.register(connection.fd, select.POLLIN)
+        try:
+            connection.send(WELCOME)
+        except OSError as e:  # what it has sent is to be read nevertheless
+            logger.debug("%s: a peer left before it was accepted: %s", self.endpoint, e)
 
     def _is_for_us(self, hello: Hello) -> bool:
         found = hello.protocol, hello.job, hello.target
@@ -239,13 +283,16 @@ class LocalListener:
         return True
 
     def _end(self, fd: int, connection: LocalConnection) -> None:
+        self._forget(fd)
+        self._on_closed(connection)
+        connection.close()
+
+    def _forget(self, fd: int) -> None:
         if fd in self._paused:
             self._paused.discard(fd)
         else:
             self._poll.unregister(fd)
         del self.connections[fd]
-        self._on_closed(connection)
-        connection.close()
 
     def drop(self, connection: LocalConnection) -> None:
         """Closes ``connection`` unless it has ended."""
@@ -256,9 +303,10 @@ class LocalListener:
     def stop(self) -> list[LocalConnection]:
         """Lets nothing more arrive. Returns the connections, which are to be read to their ends."""
         self._listening.close()
-        for connection in self.connections.values():
+        connections = [*self.connections.values(), *self._following.values()]
+        for connection in connections:
             connection.stop_receiving()
-        return list(self.connections.values())
+        return connections
 
     def close(self) -> None:
         """Stops listening and reading. Idempotent."""
@@ -271,6 +319,7 @@ class LocalListener:
             connection.close()
         self._handshaking.clear()
         self.connections.clear()
+        self._following.clear()
 
     def abandon(self) -> None:
         """In a forked child: closes the child's copies of the sockets of the listener."""
