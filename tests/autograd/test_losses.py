@@ -19,7 +19,7 @@ from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError, PeerLostError, RpcError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.testing import Cluster, cluster
-from zmqgrad.transport.memory.faults import Hold
+from zmqgrad.testing.faults import Hold
 from zmqgrad.wire.messages import MessageType
 
 # Outcomes of calls to workers that are lost only for some are nobody's any more.

@@ -18,7 +18,7 @@ from zmqgrad.autograd.graph import accumulate
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc import RpcBackendOptions
 from zmqgrad.testing import Cluster, cluster
-from zmqgrad.transport.memory.faults import Fault
+from zmqgrad.testing.faults import Fault
 from zmqgrad.wire.messages import MessageType
 
 pytestmark = [

@@ -10,12 +10,13 @@ import zmq
 
 from tests.transport.contract import KeepsOrder, Kind, MailboxContract
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.testing.mailbox import MemoryMailbox
+from zmqgrad.testing.network import MemoryNetwork
 from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
 from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection, connect
 from zmqgrad.transport.local.channels import channel_endpoint
 from zmqgrad.transport.local.connection import PROTOCOL, Hello
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
 from zmqgrad.transport.security import Keys, load_keys, secure_client
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.codec import encode

@@ -11,8 +11,8 @@ from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import InMemory
 from zmqgrad.errors import UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.testing.network import MemoryNetwork
 from zmqgrad.transport.base import PeerAddress
-from zmqgrad.transport.memory import MemoryNetwork
 from zmqgrad.wire.messages import Goodbye, Hello, Message, MessageType
 
 HELLO, GOODBYE = Hello("x"), Goodbye()
@@ -195,7 +195,7 @@ def test_history_lists_delivered_and_lost_messages(office: Office, network: Memo
 
 
 def test_the_record_is_bounded_and_holds_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zmqgrad.transport.memory.network.HISTORY_MESSAGES", 5)
+    monkeypatch.setattr("zmqgrad.testing.network.HISTORY_MESSAGES", 5)
     with office_of(InMemory()) as office:
         a, b = office.pair()
         say(a, 1, *range(12))

@@ -27,11 +27,12 @@ from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.store import HashStore, PrefixStore
 from zmqgrad.store.effects import Effect, Notification
 from zmqgrad.store.local import Table
+from zmqgrad.testing.mailbox import MemoryMailbox
+from zmqgrad.testing.network import MemoryNetwork
 from zmqgrad.transport.base import Handler, OnEnd, OnIdle, OnSuspected, PeerEnd, Resolver
 from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor
 from zmqgrad.transport.heartbeat.protocol import SUFFIX
 from zmqgrad.transport.local import is_listening
-from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Message
 

@@ -1,6 +1,6 @@
 """Sends and receives messages without interpreting them. The only layer that imports zmq.
 
-    base.py          the contract, kept by mailbox.py and memory/ (in memory, with fault injection)
+    base.py          the contract, kept by mailbox.py, and in memory by zmqgrad.testing
     mailbox.py  ->   endpoint.py: the one reader         |  sending.py, links.py: one link to each peer
                      local/: unix sockets of one host    |  session*.py, sealed/: over tcp, exactly once
                      data_plane.py: frames, by shared_memory/, flow_control.py and bulk.py (chunks)

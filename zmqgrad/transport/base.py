@@ -2,7 +2,7 @@
 
 Traffic is one-way: a mailbox receives on one socket of its own and sends on one per peer, requests and
 responses alike. Two implementations fulfil this contract and pass one test suite:
-:class:`~zmqgrad.transport.mailbox.ZmqMailbox` and :class:`~zmqgrad.transport.memory.MemoryMailbox`.
+:class:`~zmqgrad.transport.mailbox.ZmqMailbox` and :class:`~zmqgrad.testing.mailbox.MemoryMailbox`.
 """
 
 from __future__ import annotations

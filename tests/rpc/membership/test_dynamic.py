@@ -33,7 +33,8 @@ from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore
-from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
+from zmqgrad.testing.mailbox import MemoryMailbox
+from zmqgrad.testing.network import MemoryNetwork
 
 OPTIONS = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=2)
 

@@ -20,7 +20,8 @@ from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore
-from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
+from zmqgrad.testing.mailbox import MemoryMailbox
+from zmqgrad.testing.network import MemoryNetwork
 
 __all__ = ["town"]
 

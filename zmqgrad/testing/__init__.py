@@ -1,4 +1,4 @@
-"""Clusters of workers in one process, over the in-memory transport, for tests.
+"""Clusters of workers in one process, over a transport in memory, for tests.
 
     with cluster(3) as c:
         with c.acting(0):
@@ -7,8 +7,8 @@
             ...
 
 Messages are encoded and decoded as over sockets, so workers share no objects by accident. They do share the
-process: module globals, and the number of threads. :class:`~zmqgrad.transport.memory.MemoryNetwork` injects
-faults by message type.
+process: module globals, and the number of threads. :class:`~zmqgrad.testing.network.MemoryNetwork` keeps a
+log of messages, and injects faults by message type (:mod:`~zmqgrad.testing.faults`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
-from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
+from zmqgrad.testing.mailbox import MemoryMailbox
+from zmqgrad.testing.network import MemoryNetwork
 
 __all__ = ["Cluster", "cluster"]
 

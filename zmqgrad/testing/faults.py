@@ -23,7 +23,7 @@ from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, MessageType
 
 if TYPE_CHECKING:
-    from zmqgrad.transport.memory.network import MemoryNetwork
+    from zmqgrad.testing.network import MemoryNetwork
 
 WAIT_SECONDS = 10.0
 """Default timeout of waits."""

@@ -1,4 +1,9 @@
-"""One worker's mailbox in memory: implements :class:`~zmqgrad.transport.base.Mailbox`."""
+"""One worker's mailbox in memory: implements :class:`~zmqgrad.transport.base.Mailbox`.
+
+Each message is encoded, and its frames are copied. Each mailbox delivers in a thread of its own, named
+``<name>-receiver``. Messages between two workers arrive in the order in which they were sent, unless a fault
+(:mod:`~zmqgrad.testing.faults`) is active. As with a dead process, messages to a closed mailbox are lost.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError, Zmqgrad
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.thread_pool import ThreadPool
+from zmqgrad.testing.faults import InFlightMessage
+from zmqgrad.testing.network import MemoryNetwork
 from zmqgrad.transport.base import (
     Frame,
     Handler,
@@ -23,8 +30,6 @@ from zmqgrad.transport.base import (
     PeerEnd,
     Resolver,
 )
-from zmqgrad.transport.memory.faults import InFlightMessage
-from zmqgrad.transport.memory.network import MemoryNetwork
 from zmqgrad.transport.tap import FRAMES, INLINE, OnHeartbeat, Tap
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.frames import Envelope

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from zmqgrad.transport.memory.faults import (
+from zmqgrad.testing.faults import (
     WAIT_SECONDS,
     Delay,
     Drop,
@@ -28,7 +28,7 @@ from zmqgrad.transport.memory.faults import (
 from zmqgrad.wire.messages import MessageType
 
 if TYPE_CHECKING:
-    from zmqgrad.transport.memory.mailbox import MemoryMailbox
+    from zmqgrad.testing.mailbox import MemoryMailbox
 
 HISTORY_MESSAGES = 10_000
 """How many messages a network remembers."""
