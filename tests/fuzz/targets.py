@@ -29,13 +29,13 @@ from zmqgrad.errors import (
     StoreError,
     TraceError,
 )
+from zmqgrad.interop.probe import Probe
 from zmqgrad.store import FileStore
 from zmqgrad.store.contents import Contents
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.state import State
 from zmqgrad.trace import log
-from zmqgrad.transport.probe import Probe
 from zmqgrad.transport.sealed import records
 from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
 from zmqgrad.transport.shared_memory.segment import Segment

@@ -16,12 +16,12 @@ import torch.distributed as torch_distributed
 
 from zmqgrad import environment
 from zmqgrad.errors import StoreError, StoreTimeoutError
+from zmqgrad.interop.probe import Probe, Server
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.store.addresses import doctor_hint
 from zmqgrad.store.sidecar import MAX_TIMEOUT_SECONDS
 from zmqgrad.transport.bind_policy import is_loopback
-from zmqgrad.transport.probe import Probe, Server
 
 CTCPStore: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.processes import free_port
+from zmqgrad.interop.probe import Probe, Server
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import TCPStore
-from zmqgrad.transport.probe import Probe, Server
 
 WAIT = 20.0
 
