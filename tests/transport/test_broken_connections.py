@@ -14,7 +14,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import session
 from zmqgrad.transport.base import Inbound, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.sealed import sender as sealed_sender
+from zmqgrad.transport.sealed import transport as sealed_transport
 from zmqgrad.transport.security import Keys, load_keys
 from zmqgrad.wire.messages import Call, Payload, Result
 
@@ -116,7 +116,7 @@ def test_a_large_frame_arrives_though_its_connection_breaks_in_the_middle(
 ) -> None:
     """In chunks. A reply's memory may be written to as soon as it was sent; it arrives as it was."""
     monkeypatch.setattr(
-        sealed_sender, "MIN_SEALED_BYTES", 1 << 40
+        sealed_transport, "MIN_SEALED_BYTES", 1 << 40
     )  # tests/transport/test_sealed.py has sealed ones
     size = 24 << 20
     left = [7]

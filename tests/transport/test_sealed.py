@@ -21,7 +21,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import session
 from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.sealed import records, sender, transport
+from zmqgrad.transport.sealed import records, transport
 from zmqgrad.transport.sealed.records import Cipher, generate_key, read_head, sealed_size
 from zmqgrad.transport.security import Keys, load_keys, password_client
 from zmqgrad.transport.tap import Tapped, observer
@@ -140,9 +140,9 @@ class Pair:
         self.tokens: list[bytes] = []
         self.records: list[Record] = []
         self.port = 0
-        monkeypatch.setattr(sender, "bulk_endpoint", self.endpoint)
-        monkeypatch.setattr(sender, "send_all", self.send_all)
-        monkeypatch.setattr(sender, "password_client", self.password)
+        monkeypatch.setattr(transport, "bulk_endpoint", self.endpoint)
+        monkeypatch.setattr(transport, "send_all", self.send_all)
+        monkeypatch.setattr(transport, "password_client", self.password)
         self.mailboxes = [ZmqMailbox(f"w{n}", n, keys=keys) for n in (0, 1)]
         self.addresses = [PeerAddress(m.endpoints[1:], m.incarnation) for m in self.mailboxes]
         self.arrived: list[SimpleQueue[Inbound]] = [SimpleQueue(), SimpleQueue()]
@@ -200,7 +200,7 @@ class Pair:
             self.relay.close()
 
 
-send_all = sender.send_all
+send_all = transport.send_all
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ def test_a_record_tampered_with_on_its_way_is_sent_again(pair: Pair, monkeypatch
             frames = [frames[0], bytes(len(frames[1]))]
         send_all(socket, first, frames)
 
-    monkeypatch.setattr(sender, "send_all", tamper)
+    monkeypatch.setattr(transport, "send_all", tamper)
     pair.send(2, some(4))
     inbound = pair.take()
     assert inbound.frames[0] == some(4)
@@ -383,7 +383,7 @@ def test_a_record_tampered_with_on_its_way_is_sent_again(pair: Pair, monkeypatch
 def test_a_channel_is_replaced_before_its_key_is_worn_out(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "RENEW_AFTER_PARTS", 20)
+    monkeypatch.setattr(transport, "RENEW_AFTER_PARTS", 20)
     for i in range(20):
         pair.send(i, some(2, i))
         assert pair.take().frames[0] == some(2, i)
@@ -449,8 +449,8 @@ def test_a_peer_without_cryptography_gets_large_messages_through_curve(
 def test_large_messages_go_with_the_others_if_the_port_cannot_be_reached(
     either: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sender, "CONNECT_SECONDS", 0.1)
-    monkeypatch.setattr(sender, "bulk_endpoint", lambda endpoint, port: "tcp://127.0.0.1:1")
+    monkeypatch.setattr(transport, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(transport, "bulk_endpoint", lambda endpoint, port: "tcp://127.0.0.1:1")
     for i in range(3):
         either.send(i, some(2, i))
         assert either.take().frames[0] == some(2, i)
