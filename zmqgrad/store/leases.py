@@ -7,8 +7,6 @@ acknowledges an item that it has popped; its next query ends either state. Pure.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from zmqgrad.store.contents import Item
 from zmqgrad.store.watch_targets import Target
 from zmqgrad.transport.query.server import Route
@@ -28,25 +26,22 @@ WATCH_SECONDS = 20.0
 
 
 class Requester:
-    """A query, and the ``route`` of its last copy and of the reply. Expires unless repeated."""
+    """A query, and the ``route`` of its last copy and of the reply.
 
-    __slots__ = ("client_id", "expires", "query", "request_id", "route")
+    It is blocked, and expires unless it is repeated; or it has popped ``item`` from ``queue``, and expires
+    unless that is acknowledged.
+    """
+
+    __slots__ = ("client_id", "expires", "item", "query", "queue", "request_id", "route")
 
     def __init__(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         self.route = route
         self.client_id = client_id
         self.request_id = request_id
         self.query = query
-        self.expires = 0.0  # unless it is repeated before
-
-
-class Delivery(NamedTuple):
-    """An item that a requester has popped and not acknowledged yet."""
-
-    requester: Requester
-    queue: str
-    item: Item
-    expires: float
+        self.queue = ""
+        self.item: Item | None = None
+        self.expires = 0.0
 
 
 class Requesters:
@@ -54,7 +49,7 @@ class Requesters:
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.max_waiting = max_waiting
-        self.open: dict[int, Requester | Delivery] = {}
+        self.open: dict[int, Requester] = {}
         """By client. Read-only for others."""
         self._waiting = 0
 
@@ -76,14 +71,16 @@ class Requesters:
     def deliver(self, requester: Requester, queue: str, item: Item, now: float) -> None:
         """Record that ``item`` was sent to ``requester``, which is no longer blocked."""
         self.release(requester.client_id)
-        self.open[requester.client_id] = Delivery(requester, queue, item, now + ACK_SECONDS)
+        requester.queue, requester.item, requester.expires = queue, item, now + ACK_SECONDS
+        self.open[requester.client_id] = requester
 
     def release(self, client_id: int) -> None:
         """Drop the entry of ``client_id``."""
-        if type(self.open.pop(client_id, None)) is Requester:
+        requester = self.open.pop(client_id, None)
+        if requester is not None and requester.item is None:
             self._waiting -= 1
 
-    def expired(self, now: float) -> list[Requester | Delivery]:
+    def expired(self, now: float) -> list[Requester]:
         """The expired entries; takes time linear in the number of entries."""
         return [each for each in self.open.values() if each.expires <= now]
 

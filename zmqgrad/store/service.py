@@ -16,7 +16,7 @@ from zmqgrad.store.actions import CHANGES, READS
 from zmqgrad.store.contents import Contents, Item
 from zmqgrad.store.effects import DONE, Effect, Notification, Reply
 from zmqgrad.store.journal import Journal
-from zmqgrad.store.leases import Delivery, Requester, Requesters, WatchLeases
+from zmqgrad.store.leases import Requester, Requesters, WatchLeases
 from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.state import State
 from zmqgrad.store.watch_targets import Prefix, Target, topic_of
@@ -103,40 +103,32 @@ class StoreService:
             return
         _HANDLERS.get(type(query), StoreService._handle_unknown)(self, route, client_id, request_id, query)
 
-    def _is_repeated(
-        self, entry: Requester | Delivery, route: Route, request_id: int, query: Message
-    ) -> bool:
-        """Whether ``query`` is the open query of ``client_id`` again, or an earlier one."""
-        if type(entry) is Delivery:
-            requester = entry.requester
-            if request_id == requester.request_id:
-                requester.route = route
-                self._carry_out([Reply(requester, self._deliver_item(requester, entry.queue, entry.item))])
-                return True
-            if type(query) is StoreQueueAck and query.item == entry.item.id:
-                return False
-        else:
-            assert type(entry) is Requester
-            requester = entry
-            if request_id == requester.request_id:
-                self._requesters.renew(requester, route, self._now())
-                return True
-        if request_id > requester.request_id:
+    def _is_repeated(self, entry: Requester, route: Route, request_id: int, query: Message) -> bool:
+        """Whether ``query`` is the open query of its client again, or an earlier one."""
+        if request_id == entry.request_id:
+            if entry.item is None:
+                self._requesters.renew(entry, route, self._now())
+            else:
+                entry.route = route
+                self._carry_out([Reply(entry, self._deliver_item(entry, entry.queue, entry.item))])
+            return True
+        if type(query) is StoreQueueAck and entry.item is not None and query.item == entry.item.id:
+            return False
+        if request_id > entry.request_id:
             self._give_up(entry)
-        return request_id < requester.request_id
+        return request_id < entry.request_id
 
-    def _give_up(self, entry: Requester | Delivery) -> None:
+    def _give_up(self, entry: Requester) -> None:
         """Cancel a blocked query, or return an unacknowledged item to its queue."""
-        if type(entry) is Requester:
-            self._requesters.release(entry.client_id)
+        self._requesters.release(entry.client_id)
+        if entry.item is None:
             self.state.cancel(entry)
-        elif type(entry) is Delivery:
-            self._requesters.release(entry.requester.client_id)
-            others: list[Effect] = []
-            self._contents.restore(entry.queue, entry.item)
-            self.state.after_push(entry.queue, others)
-            self._release(others)
-            self._carry_out(others)
+            return
+        others: list[Effect] = []
+        self._contents.restore(entry.queue, entry.item)
+        self.state.after_push(entry.queue, others)
+        self._release(others)
+        self._carry_out(others)
 
     def _read(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         """Handle a query that changes nothing, but may block."""
@@ -199,7 +191,7 @@ class StoreService:
             return
         entry = self._open.get(client_id)
         reply = StoreNumber(0)
-        if type(entry) is Delivery and entry.item.id == query.item:
+        if entry is not None and entry.item is not None and entry.item.id == query.item:
             self._requesters.release(client_id)
             self._contents.delivered(entry.item)
             reply = StoreNumber(1)
@@ -220,11 +212,11 @@ class StoreService:
         self._sweep_later()
 
     def _release(self, effects: list[Effect]) -> None:
-        """Drop the entries of requesters that get a reply."""
+        """Drop the entries of blocked requesters that get a reply."""
         for effect in effects:
             if type(effect) is Reply:
                 requester: Requester = effect.requester
-                if self._open.get(requester.client_id) is requester:
+                if requester.item is None and self._open.get(requester.client_id) is requester:
                     self._requesters.release(requester.client_id)
 
     def _handle_unknown(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
@@ -329,9 +321,8 @@ class StoreService:
 
     def _on_undeliverable(self, requester: Requester) -> None:
         """Return an item to its queue, because the reply could not be sent to ``requester``."""
-        entry = self._open.get(requester.client_id)
-        if type(entry) is Delivery and entry.requester is requester:
-            self._give_up(entry)
+        if requester.item is not None and self._open.get(requester.client_id) is requester:
+            self._give_up(requester)
 
     def settle(self) -> None:
         """Commit all changes of this batch together, then send the replies."""
