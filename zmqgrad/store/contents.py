@@ -74,19 +74,16 @@ class Storage(Protocol):
 
 
 class Contents:
-    """Keys and queues in memory. Methods append notifications to the list that they are given.
+    """Keys and queues in memory. Methods append notifications to the list that they are given."""
 
-    Args:
-        recorder: records each change; None: nothing does.
-    """
-
-    def __init__(self, recorder: Recorder | None = None) -> None:
+    def __init__(self) -> None:
         self.revision = 0
         self.changes = 0
         """Number of changes of keys and queues."""
         self.values: dict[str, bytes] = {}
         self.queues: dict[str, deque[Item]] = {}  # only non-empty ones
-        self.recorder = recorder
+        self.recorder: Recorder | None = None
+        """Records each change; None: nothing does."""
         self.last_item = 0
         self._num_internal = 0
         self._watched: dict[Target, int] = {}  # with the revision of the last notification
@@ -118,20 +115,6 @@ class Contents:
         if self._watched:
             self._notify(key, old, value, notifications)
 
-    def _notify(self, key: str, old: bytes | None, value: bytes, notifications: list[Any]) -> None:
-        """Append the notifications that setting ``key`` causes."""
-        if key in self._watched:
-            previous, self._watched[key] = self._watched[key], self.revision
-            new = _short(value)
-            if old is None:
-                notifications.append(Notification(key, KeyCreated(key, self.revision, previous, new)))
-            else:
-                notifications.append(
-                    Notification(key, KeyUpdated(key, self.revision, previous, _short(old), new))
-                )
-        if self._prefixes:
-            self._notify_prefixes(key, value, notifications)
-
     def delete(self, key: str, notifications: list[Any]) -> bool:
         """Delete ``key``. Returns whether it existed."""
         old = self.values.pop(key, None)
@@ -142,22 +125,29 @@ class Contents:
         self.revision += 1
         if self.recorder is not None:
             self.recorder.delete(key)
-        if key in self._watched:
-            previous, self._watched[key] = self._watched[key], self.revision
-            notifications.append(Notification(key, KeyDeleted(key, self.revision, previous, _short(old))))
-        if self._prefixes:
-            self._notify_prefixes(key, None, notifications)
+        if self._watched:
+            self._notify(key, old, None, notifications)
         return True
 
-    def _notify_prefixes(self, key: str, value: bytes | None, notifications: list[Any]) -> None:
-        """Append a notification for each watched prefix of ``key``, which now holds ``value``."""
+    def _notify(self, key: str, old: bytes | None, new: bytes | None, notifications: list[Any]) -> None:
+        """Append the notifications that the change of ``key`` from ``old`` to ``new`` causes."""
+        revision, after = self.revision, None if new is None else _short(new)
+        if key in self._watched:
+            previous, self._watched[key] = self._watched[key], revision
+            change: KeyCreated | KeyUpdated | KeyDeleted
+            if old is None:
+                change = KeyCreated(key, revision, previous, after)
+            elif new is None:
+                change = KeyDeleted(key, revision, previous, _short(old))
+            else:
+                change = KeyUpdated(key, revision, previous, _short(old), after)
+            notifications.append(Notification(key, change))
+        left_out = after is None and new is not None
         for prefix in self._prefixes:
             if prefix_matches(prefix.text, key):
-                previous, self._watched[prefix] = self._watched[prefix], self.revision
-                new = None if value is None else _short(value)
-                left_out = new is None and value is not None
-                notification = PrefixChanged(prefix.text, self.revision, previous, key, new, left_out)
-                notifications.append(Notification(prefix, notification))
+                previous, self._watched[prefix] = self._watched[prefix], revision
+                prefixed = PrefixChanged(prefix.text, revision, previous, key, after, left_out)
+                notifications.append(Notification(prefix, prefixed))
 
     def keys(self, prefix: str) -> list[str]:
         """The sorted keys that begin with ``prefix``; internal keys only if ``prefix`` is internal."""
