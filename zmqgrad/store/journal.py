@@ -64,7 +64,6 @@ class Journal:
             if is_busy(e):
                 raise JournalError(f"another process uses the journal {self.path}: end it first") from None
             raise self._damaged(e) from e
-        self._closed = False
         self._failure: sqlite3.Error | None = None
 
     def load(self, contents: Contents, replies: ReplyCache) -> None:
@@ -88,7 +87,6 @@ class Journal:
             contents.revision, contents.last_item = (checked(each, int) for each in checked(counters, tuple))
         except (*DAMAGE_ERRORS, ProtocolError, msgspec.MsgspecError) as e:
             raise self._damaged(e) from e
-        self._revision, self._last_item = contents.revision, contents.last_item
         self._contents = contents
         contents.recorder = self
         replies.on_forgotten = self.forget
@@ -145,9 +143,7 @@ class Journal:
         if not self._db.in_transaction and self._failure is None:
             return
         contents = self._contents
-        if (self._revision, self._last_item) != (contents.revision, contents.last_item):
-            self._revision, self._last_item = contents.revision, contents.last_item
-            self._write("UPDATE counters SET revision = ?, last_item = ?", self._revision, self._last_item)
+        self._write("UPDATE counters SET revision = ?, last_item = ?", contents.revision, contents.last_item)
         try:
             if self._failure is not None:
                 raise self._failure
@@ -159,12 +155,8 @@ class Journal:
             raise OSError(errno.ENOSPC if full else errno.EIO, reason) from e
 
     def close(self) -> None:
-        """Close the file, and drop uncommitted changes. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            self._db.close()
+        """Close the file, which drops uncommitted changes. Idempotent."""
+        self._db.close()
 
     def __repr__(self) -> str:
         return f"<Journal {self.path}>"
