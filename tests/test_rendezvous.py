@@ -25,9 +25,10 @@ from zmqgrad.rendezvous import (
     register_rendezvous_handler,
     rendezvous,
     rendezvous_beside,
+    sidecar,
 )
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, sidecar
+from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
 
 PATIENCE = 20.0
 

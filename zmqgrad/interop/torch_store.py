@@ -1,6 +1,6 @@
 """torch's own TCPStore, at the address that a group shares with process groups.
 
-:mod:`~zmqgrad.store.sidecar` publishes the address of the group's store in it.
+:mod:`~zmqgrad.rendezvous.sidecar` publishes the address of the group's store in it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch.distributed as torch_distributed
 from zmqgrad import environment
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.interop.probe import Probe, Server
+from zmqgrad.rendezvous.sidecar import MAX_TIMEOUT_SECONDS
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.store.addresses import doctor_hint
-from zmqgrad.store.sidecar import MAX_TIMEOUT_SECONDS
 from zmqgrad.transport.bind_policy import is_loopback
 
 CTCPStore: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it

@@ -9,6 +9,7 @@ from functools import partial
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, DuplicateWorkerError, WorldSizeError
 from zmqgrad.rendezvous import Group as SharedName
+from zmqgrad.rendezvous.sidecar import Rival
 from zmqgrad.rpc.membership.dynamic import DynamicGroup
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import Group, close_quietly, make_worker
@@ -23,7 +24,6 @@ from zmqgrad.rpc.membership.worker_info import check_rank
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, Store, TCPStore
-from zmqgrad.store.sidecar import Rival
 from zmqgrad.transport.host_address import HostAddress, choose_address
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.security import load_keys

@@ -12,7 +12,8 @@ no handler here supports re-rendezvous. Handlers are registered by scheme:
 - ``elastic://host:port?run_id=..&min_nodes=..&max_nodes=..``: :mod:`zmqgrad.elastic.url` assigns the rank.
 
 With ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The
-agent of ``torchrun`` serves a store of torch's: rank 0 then serves a :mod:`sidecar <zmqgrad.store.sidecar>`.
+agent of ``torchrun`` serves a store of torch's: rank 0 then serves a
+:mod:`sidecar <zmqgrad.rendezvous.sidecar>`.
 
 :func:`rendezvous_beside` is for groups that may share their address with process groups of torch: there the
 store is always a sidecar, and a file has a companion.
@@ -37,8 +38,8 @@ from zmqgrad.errors import (
     StoreTimeoutError,
     TransportError,
 )
+from zmqgrad.rendezvous.sidecar import Rival, open_sidecar
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
-from zmqgrad.store.sidecar import Rival, open_sidecar
 from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.security import load_keys
 
