@@ -13,9 +13,10 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 from zmqgrad.errors import ClosedError, ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.effects import MAX_BATCH_BYTES
 from zmqgrad.store.events import (
@@ -56,6 +57,8 @@ from zmqgrad.wire.messages import (
     StoreWait,
 )
 
+M = TypeVar("M", bound=Message)
+
 
 class Store(ABC):
     """A key-value store shared by several processes, or threads.
@@ -69,8 +72,7 @@ class Store(ABC):
     _registry: WatchRegistry
     """The watches of this store."""
 
-    def __init__(self, timeout: Timeout, clock: Clock = MONOTONIC) -> None:
-        self._clock = clock
+    def __init__(self, timeout: Timeout) -> None:
         self._timeout = seconds_of(timeout)
 
     # ---- keys and queues --------------------------------------------------------------------------------
@@ -85,10 +87,7 @@ class Store(ABC):
         Raises:
             StoreTimeoutError: if it does not within the store's timeout.
         """
-        reply = self._request(StoreGet(as_key(key), self._timeout), self._timeout)
-        if type(reply) is not StoreValue:
-            raise self._unexpected(StoreValue, reply)
-        return reply.value
+        return self._ask(StoreGet(as_key(key), self._timeout), StoreValue).value
 
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to the decimal number at ``key`` (0 if missing). Returns the sum.
@@ -104,10 +103,7 @@ class Store(ABC):
                 raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}") from None
         if not -(1 << 63) <= amount < 1 << 63:
             raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
-        reply = self._request(StoreAdd(as_key(key), amount), self._timeout)
-        if type(reply) is not StoreNumber:
-            raise self._unexpected(StoreNumber, reply)
-        return reply.number
+        return self._ask(StoreAdd(as_key(key), amount), StoreNumber).number
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set ``key`` to ``desired_value`` if it holds ``expected_value``, or is missing and that is empty.
@@ -119,10 +115,7 @@ class Store(ABC):
             StoreError: if the store refuses the query or cannot be reached.
         """
         query = StoreCompareSet(as_key(key), as_value(expected_value), as_value(desired_value))
-        reply = self._request(query, self._timeout)
-        if type(reply) is not StoreValue:
-            raise self._unexpected(StoreValue, reply)
-        return reply.value
+        return self._ask(query, StoreValue).value
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` exist. A queue that is not empty counts as a key, here and in :meth:`wait`."""
@@ -155,10 +148,7 @@ class Store(ABC):
         Raises:
             StoreTimeoutError: if a key is still missing after :attr:`timeout`.
         """
-        reply = self._request(StoreMultiGet(as_keys(keys), self._timeout), self._timeout)
-        if type(reply) is not StoreValues:
-            raise self._unexpected(StoreValues, reply)
-        return list(reply.values)
+        return list(self._ask(StoreMultiGet(as_keys(keys), self._timeout), StoreValues).values)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set each of ``keys`` to its value, in one round trip and at one moment.
@@ -199,10 +189,9 @@ class Store(ABC):
             reply = self._request(query, deadline.left())
             if type(reply) is StoreValue:
                 return reply.value
-            if type(reply) is not StoreItem:
-                raise self._unexpected(StoreItem, reply)
-            if self._number(StoreQueueAck(reply.item)):
-                return reply.value
+            item = self._checked(reply, StoreItem)
+            if self._number(StoreQueueAck(item.item)):
+                return item.value
             # The acknowledgement was too late, and the item has returned to the queue.
 
     def queue_len(self, key: str) -> int:
@@ -215,19 +204,19 @@ class Store(ABC):
         Raises:
             StoreError: if the store refuses the query or cannot be reached.
         """
-        reply = self._request(StoreListKeys(as_key(prefix)), self._timeout)
-        if type(reply) is not StoreKeys:
-            raise self._unexpected(StoreKeys, reply)
-        return list(reply.keys)
+        return list(self._ask(StoreListKeys(as_key(prefix)), StoreKeys).keys)
 
     def _number(self, query: Message) -> int:
-        reply = self._request(query, self._timeout)
-        if type(reply) is not StoreNumber:
-            raise self._unexpected(StoreNumber, reply)
-        return reply.number
+        return self._ask(query, StoreNumber).number
 
-    def _unexpected(self, kind: type[Message], reply: Message) -> StoreError:
-        return StoreError(f"{self!r} replied with {type(reply).__name__} instead of {kind.__name__}")
+    def _ask(self, query: Message, kind: type[M]) -> M:
+        """The reply to ``query``, checked to be a ``kind``."""
+        return self._checked(self._request(query, self._timeout), kind)
+
+    def _checked(self, reply: Message, kind: type[M]) -> M:
+        if not isinstance(reply, kind):
+            raise StoreError(f"{self!r} replied with {type(reply).__name__} instead of {kind.__name__}")
+        return reply
 
     def _refused(self, refusal: StoreRefused, seconds: float) -> StoreError:
         """The error for ``refusal``, of a query that was allowed ``seconds``."""

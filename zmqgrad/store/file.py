@@ -66,7 +66,7 @@ class FileStore(Store):
 
     def _request(self, query: Message, seconds: float) -> Message:
         try:
-            reply = self._connection.request(query, Deadline.after(seconds, self._clock))
+            reply = self._connection.request(query, Deadline.after(seconds))
         except StoreTimeoutError as e:
             raise StoreTimeoutError(f"{self!r}: wait timeout after {seconds:g} s: {e}") from e
         if type(reply) is StoreRefused:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.base import Store
@@ -75,11 +75,11 @@ class HashStore(Store):
             if self._registry not in table.registries:
                 promise.set_result(StoreRefused(Refusal.CLOSING, "the store is closed"))
             else:
-                table.carry_out(table.state.apply(query, promise, self._clock.now()))
+                table.carry_out(table.state.apply(query, promise, MONOTONIC.now()))
                 if not promise.done():
                     self._waiting.add(promise)
         if not promise.done():
-            self._wait_for(promise, Deadline.after(seconds, self._clock))
+            self._wait_for(promise, Deadline.after(seconds))
         reply = promise.result()
         if type(reply) is StoreRefused:
             raise self._refused(reply, seconds)
@@ -90,7 +90,7 @@ class HashStore(Store):
         try:
             while not promise.wait_done(deadline.timeout()):
                 with table.lock:
-                    table.carry_out(table.state.expire(self._clock.now()))
+                    table.carry_out(table.state.expire(MONOTONIC.now()))
         except BaseException as e:  # such as Ctrl-C: a later reply is dropped
             promise.set_exception(e)
             raise
