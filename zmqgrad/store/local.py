@@ -16,11 +16,7 @@ from zmqgrad.store.state import State
 from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
 from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
-from zmqgrad.wire.messages import (
-    Message,
-    Refusal,
-    StoreRefused,
-)
+from zmqgrad.wire.messages import Message, Refusal, StoreRefused
 
 
 class Table:

@@ -79,10 +79,7 @@ class WatchRegistry:
     """
 
     def __init__(
-        self,
-        name: str,
-        register: Callable[[Target], Registration],
-        renew: Callable[[], None] | None = None,
+        self, name: str, register: Callable[[Target], Registration], renew: Callable[[], None] | None = None
     ) -> None:
         self._name = f"{name}-watch"
         self._register = register

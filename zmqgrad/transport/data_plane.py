@@ -20,26 +20,12 @@ from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import LazyFrame
-from zmqgrad.wire.messages import (
-    RESPONSE,
-    Chunk,
-    CreditWanted,
-    LargeMessage,
-    Manifest,
-    Message,
-    MessageType,
-)
+from zmqgrad.wire.messages import RESPONSE, Chunk, CreditWanted, LargeMessage, Manifest, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
 DATA_PLANE_TYPES = frozenset(
-    {
-        MessageType.RELEASE,
-        MessageType.CREDIT,
-        MessageType.CREDIT_WANTED,
-        MessageType.CHUNK,
-        MessageType.ACK,
-    }
+    {MessageType.RELEASE, MessageType.CREDIT, MessageType.CREDIT_WANTED, MessageType.CHUNK, MessageType.ACK}
 )
 """Messages between data planes, which are not passed to the handler."""
 
@@ -166,8 +152,3 @@ class DataPlane:
             "inflight": self.send_window.statistics(),
             "kept_warm": self.reassembler.buffers.kept(),
         }
-
-
-def frames_size(frames: Sequence[Buffer]) -> int:
-    """Returns the bytes of all ``frames``."""
-    return sum(map(len, frames))

@@ -60,23 +60,14 @@ class Tapped(NamedTuple):
     message: Message
     size: int
     time: int
-    path: int
+    path: int = INLINE
 
 
 def observer(note: Callable[[Tapped], object]) -> Tap:
     """Returns a tap that calls ``note`` with one object, for those that need not be quick."""
 
-    def tap(
-        outgoing: bool,
-        peer: int,
-        envelope: tuple[int, ...],
-        message: Message,
-        size: int,
-        time: int,
-        path: int = INLINE,
-        /,
-    ) -> None:
-        note(Tapped(outgoing, peer, Envelope(*envelope), message, size, time, path))
+    def tap(outgoing: bool, peer: int, envelope: tuple[int, ...], *rest: Any) -> None:
+        note(Tapped(outgoing, peer, Envelope(*envelope), *rest))
 
     return tap
 
@@ -136,12 +127,7 @@ class Tracer(Protocol):
         """It is over on all workers."""
 
     def group_executed(
-        self,
-        began: int,
-        context: int,
-        pass_id: int,
-        sends: Sequence[int],
-        recvs: Sequence[tuple[int, int]],
+        self, began: int, context: int, pass_id: int, sends: Sequence[int], recvs: Sequence[tuple[int, int]]
     ) -> None:
         """Groups of a pass ran from ``began`` (``monotonic_ns``) until now."""
 
