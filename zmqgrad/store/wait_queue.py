@@ -39,18 +39,16 @@ class WaitQueue:
         self._deadlines: list[tuple[float, int, BlockedQuery]] = []
         self._by_requester: dict[Any, BlockedQuery] = {}
         self._sequence = itertools.count()
-        self._count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._by_requester)
 
     def add(self, blocked: BlockedQuery, condition: Hashable, deadline: float) -> None:
         """Let ``blocked`` wait for ``condition`` until ``deadline``."""
-        self._count += 1
         self._by_requester[blocked.requester] = blocked
         self.move(blocked, condition)
         heapq.heappush(self._deadlines, (deadline, next(self._sequence), blocked))
-        if len(self._deadlines) > 64 + 2 * self._count:  # mostly of queries that no longer wait
+        if len(self._deadlines) > 64 + 2 * len(self):  # mostly of queries that no longer wait
             self._deadlines = [entry for entry in self._deadlines if entry[2].condition is not None]
             heapq.heapify(self._deadlines)
 
@@ -65,8 +63,7 @@ class WaitQueue:
         if blocked.condition is not None:
             self._detach(blocked)
             blocked.condition = None
-        self._by_requester.pop(blocked.requester, None)
-        self._count -= 1
+        del self._by_requester[blocked.requester]
 
     def detach_all(self, condition: Hashable) -> list[BlockedQuery]:
         """Detach the queries that wait for ``condition``, oldest first; move or remove each of them next."""
