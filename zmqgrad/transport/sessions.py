@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import zmq
 
 from zmqgrad.errors import ZmqgradError
-from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.session import Incoming, Verdict
 from zmqgrad.transport.session_socket import Hooks, SessionSocket
@@ -76,20 +76,12 @@ class Sessions:
         acknowledge: sends an acknowledgement to a peer through its :class:`SessionSocket`; must not block.
     """
 
-    def __init__(
-        self,
-        name: str,
-        incarnation: int,
-        ack: bytes,
-        acknowledge: Callable[[int], None],
-        clock: Clock = MONOTONIC,
-    ) -> None:
+    def __init__(self, name: str, incarnation: int, ack: bytes, acknowledge: Callable[[int], None]) -> None:
         self.misdirected = 0
         self._name = name
         self._incarnation = incarnation
         self._ack = ack
         self._acknowledge = acknowledge
-        self._clock = clock
         self._timer: ServiceThread | None = None
         self._watcher: Watcher | None = None
         self._peers: dict[int, _Peer] = {}  # by number, each in its latest incarnation
@@ -111,7 +103,7 @@ class Sessions:
         """Opens a session to ``target``, an incarnation of a peer. The caller holds the lock of ``link``."""
         peer = link.peer
         session = SessionSocket(
-            self._name, endpoint, target, link.lock, make_socket, self.hooks, self._ack, self._clock.now()
+            self._name, endpoint, target, link.lock, make_socket, self.hooks, self._ack, MONOTONIC.now()
         )
         self._outgoing[peer] = session
         known = self._peers.get(peer)
@@ -150,7 +142,7 @@ class Sessions:
         peer = self._peers.get(envelope.source)
         if peer is None or peer.incarnation != envelope.incarnation:
             peer = self._find_peer(envelope)
-        now = self._clock.now()
+        now = MONOTONIC.now()
         session = peer.session
         if session is not None and envelope.acknowledged > session.peer_acknowledged:
             session.peer_acknowledged = envelope.acknowledged
@@ -191,13 +183,13 @@ class Sessions:
         """Makes the timer fire at ``due`` or earlier."""
         if due < self.armed_at - MIN_SECONDS and not self._closed and self._timer is not None:
             self.armed_at = due
-            self._timer.call_later(max(0.0, due - self._clock.now()), self._on_time)
+            self._timer.call_later(max(0.0, due - MONOTONIC.now()), self._on_time)
 
     def _on_time(self) -> None:
         self.armed_at = math.inf
         if self._closed:
             return
-        now = self._clock.now()
+        now = MONOTONIC.now()
         due = math.inf
         for (peer, _), incoming in list(self._incoming.items()):
             if incoming.due <= now:
@@ -223,7 +215,7 @@ class Sessions:
 
     def _on_events(self, session: SessionSocket) -> None:
         with session.lock:
-            session.on_events(self._clock.now())
+            session.on_events(MONOTONIC.now())
             due = session.next_due()
         self.arm(due)
 

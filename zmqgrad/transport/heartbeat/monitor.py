@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.polling import READ
 from zmqgrad.runtime.service_thread import ServiceThread
@@ -54,7 +54,7 @@ class _Peer:
         self.socket: sockets.socket | None = None
         self.received_token = b""  # as far as it has arrived
         self.last_error = ""  # of a connection attempt, for error messages
-        self.next_due = 0.0  # when to ping or to connect next, by the monitor's clock
+        self.next_due = 0.0  # when to ping or to connect next, by MONOTONIC
 
 
 OnLost = Callable[[int, str, bool], None]
@@ -79,7 +79,6 @@ class HeartbeatMonitor:
         lost: OnLost,
         suspected: OnSuspected,
         timeouts: LivenessTimeouts = LivenessTimeouts(),  # noqa: B008 (immutable)
-        clock: Clock = MONOTONIC,
         on_heartbeat: Callable[[], OnHeartbeat | None] = lambda: None,
     ) -> None:
         self._name = f"{name}-liveness"
@@ -88,7 +87,6 @@ class HeartbeatMonitor:
         self._lost = lost
         self._suspected = suspected
         self._timeouts = timeouts
-        self._clock = clock
         self._wanted: dict[int, str | None] = {}  # by peer, its address, or None to forget it
         # Used by the thread only from here on.
         self._peers: dict[int, _Peer] = {}
@@ -147,7 +145,7 @@ class HeartbeatMonitor:
             if address is not None:
                 local = address.startswith("ipc://")
                 suspect_after = self._timeouts.local if local else self._timeouts.remote / 2
-                detector = FailureDetector(suspect_after, self._timeouts.frozen, self._clock.now())
+                detector = FailureDetector(suspect_after, self._timeouts.frozen, MONOTONIC.now())
                 watched = self._peers[peer] = _Peer(peer, address, detector)
                 self._connect(watched)
         self._arm()
@@ -157,13 +155,13 @@ class HeartbeatMonitor:
         due = min([watched.next_due for watched in self._peers.values()], default=math.inf)
         if due < self._armed_at:
             self._armed_at = due
-            self._service.call_later(max(0.0, due - self._clock.now()), self._do_due)
+            self._service.call_later(max(0.0, due - MONOTONIC.now()), self._do_due)
 
     # ---- watching ---------------------------------------------------------------------------------------
 
     def _do_due(self) -> None:
         self._armed_at = math.inf
-        now = self._clock.now()
+        now = MONOTONIC.now()
         for watched in [c for c in self._peers.values() if c.next_due <= now]:
             self._read(watched)  # this thread may have been stopped: replies come before judgement
             if self._peers.get(watched.peer) is not watched:
@@ -207,7 +205,7 @@ class HeartbeatMonitor:
 
     def _connect(self, watched: _Peer) -> None:
         """Starts to connect. The socket reports the outcome."""
-        watched.next_due = self._clock.now() + watched.detector.interval
+        watched.next_due = MONOTONIC.now() + watched.detector.interval
         watched.received_token = b""
         try:
             if watched.local:
@@ -222,7 +220,7 @@ class HeartbeatMonitor:
         except OSError as e:
             logger.warning("%s cannot watch worker %d: %s", self._name, watched.peer, e)
             # This process has no descriptor, which is no fault of the peer.
-            watched.detector.restart(self._clock.now())
+            watched.detector.restart(MONOTONIC.now())
             return
         opened.setblocking(False)
         watched.socket = opened
@@ -265,13 +263,13 @@ class HeartbeatMonitor:
                 return
         self._record(watched.peer, False)
         watched.refusals.clear()
-        if watched.detector.on_reply(self._clock.now()) is LivenessChange.RECOVERED:
+        if watched.detector.on_reply(MONOTONIC.now()) is LivenessChange.RECOVERED:
             self._notify(self._suspected, watched.peer, 0.0)
 
     def _on_broken(self, watched: _Peer, error: int, *, connecting: bool) -> None:
         """Handles a connection that broke or could not be opened."""
         self._disconnect(watched)
-        now = self._clock.now()
+        now = MONOTONIC.now()
         if error == errno.ECONNREFUSED or (watched.local and error == errno.ENOENT):
             if watched.on_this_host:
                 refused = "" if watched.local else f", as {_endpoint(watched)} refuses connections"
@@ -304,7 +302,7 @@ class HeartbeatMonitor:
 
     def _lose(self, watched: _Peer, why: str, *, ended: bool = False) -> None:
         self._drop(watched)
-        silent = self._clock.now() - watched.detector.last_reply_at
+        silent = MONOTONIC.now() - watched.detector.last_reply_at
         self._lost(watched.peer, f"{why} (last heard of {silent:.1f} s before)", ended)
 
     def _notify(self, callback: OnSuspected, peer: int, seconds: float) -> None:

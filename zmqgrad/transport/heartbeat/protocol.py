@@ -29,18 +29,8 @@ def heartbeat_endpoint(endpoint: str, endpoints: Sequence[str]) -> str | None:
     return next((e for e in endpoints if e.startswith(SCHEME)), None)
 
 
-def read(socket: sockets.socket) -> bytes | None:
-    """Returns the bytes received: empty at the end of the connection, None if nothing has arrived."""
-    try:
-        return socket.recv(PINGS_AT_ONCE)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
-
-
 def write(socket: sockets.socket, data: bytes) -> None:
-    """Sends ``data`` as far as possible without blocking. Errors show at the next :func:`read`."""
+    """Sends ``data`` as far as possible without blocking. Errors show when it is read next."""
     try:
         socket.send(data)
     except OSError as e:

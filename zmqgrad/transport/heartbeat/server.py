@@ -18,7 +18,7 @@ from zmqgrad.errors import TransportError
 from zmqgrad.runtime.polling import READ
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.bind_policy import bind_in_range, tcp_address
-from zmqgrad.transport.heartbeat.protocol import PINGS_AT_ONCE, SCHEME, SUFFIX, TOKEN_SIZE, read, write
+from zmqgrad.transport.heartbeat.protocol import PINGS_AT_ONCE, SCHEME, SUFFIX, TOKEN_SIZE, write
 from zmqgrad.transport.local import is_same_user, unix_name
 
 logger = logging.getLogger(__name__)
@@ -119,10 +119,15 @@ class HeartbeatServer:
     def _echo(self, peer: sockets.socket) -> None:
         if peer not in self._peers:
             return  # disconnected a moment ago
-        pings = read(peer)
+        try:
+            pings = peer.recv(PINGS_AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError:
+            pings = b""  # the connection broke
         if pings:
-            write(peer, pings[:PINGS_AT_ONCE])
-        elif pings is not None:
+            write(peer, pings)
+        else:
             self._disconnect(peer)
 
     def _disconnect(self, peer: sockets.socket) -> None:
