@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import socket
 
 import zmq
 
+from zmqgrad.transport import local
 from zmqgrad.transport.shared_memory.segment import Segment, supported
 
 
@@ -20,18 +21,14 @@ def has_curve() -> bool:
 
 
 def ipc_problem() -> str:
-    """Returns why processes of this host cannot communicate by ipc; empty if they can."""
-    if not zmq.has("ipc"):
-        return "libzmq was built without ipc"
-    context = zmq.Context()
+    """Returns why processes of this host cannot communicate by unix sockets; empty if they can."""
+    if not local.supported():
+        return "this system has no unix sockets of type SOCK_SEQPACKET, or no abstract names"
     try:
-        with context.socket(zmq.PAIR) as one:
-            one.linger = 0
-            one.bind(f"ipc://@zmqgrad-doctor-{os.getpid()}" if os.path.isdir("/proc") else "ipc://*")
-    except zmq.ZMQError as e:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+            one.bind(local.unix_name(local.abstract_endpoint("doctor")))
+    except OSError as e:
         return str(e)
-    finally:
-        context.term()
     return ""
 
 
