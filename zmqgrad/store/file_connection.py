@@ -73,11 +73,10 @@ class FileConnection:
         self.inherited = False
         """Whether this process is a fork of the one that opened the file."""
         with _fork_lock:
-            self._db = self._open(Deadline.after(OPEN_SECONDS))
+            self._open(Deadline.after(OPEN_SECONDS))
             _connections.add(self)
-        self._contents = FileContents(self._db)
 
-    def _open(self, deadline: Deadline) -> sqlite3.Connection:
+    def _open(self, deadline: Deadline) -> None:
         """Open the file, and count this store as open; again, if the file is removed meanwhile."""
         while True:
             self._db = self._connect(deadline)
@@ -91,7 +90,7 @@ class FileConnection:
                     raise
                 self._removed = False
             else:
-                return self._db
+                return
 
     def _connect(self, deadline: Deadline) -> sqlite3.Connection:
         while True:
