@@ -218,12 +218,14 @@ class Store(ABC):
             raise StoreError(f"{self!r} replied with {type(reply).__name__} instead of {kind.__name__}")
         return reply
 
-    def _refused(self, refusal: StoreRefused, seconds: float) -> StoreError:
-        """The error for ``refusal``, of a query that was allowed ``seconds``."""
-        if refusal.reason is Refusal.TIMEOUT:
-            return StoreTimeoutError(f"{self!r}: wait timeout after {seconds:g} s: {refusal.text}")
-        kind = QueueEmptyError if refusal.reason is Refusal.MISSING else StoreError
-        return kind(f"{self!r}: {refusal.text}")
+    def _accepted(self, reply: Message, seconds: float) -> Message:
+        """``reply`` to a query that was allowed ``seconds``. Raises a refusal as an error."""
+        if type(reply) is not StoreRefused:
+            return reply
+        if reply.reason is Refusal.TIMEOUT:
+            raise StoreTimeoutError(f"{self!r}: wait timeout after {seconds:g} s: {reply.text}")
+        kind = QueueEmptyError if reply.reason is Refusal.MISSING else StoreError
+        raise kind(f"{self!r}: {reply.text}")
 
     # ---- watches ----------------------------------------------------------------------------------------
 

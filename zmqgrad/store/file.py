@@ -18,7 +18,7 @@ from zmqgrad.store.sqlite import check_file_system
 from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
 from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
-from zmqgrad.wire.messages import Message, StoreRefused
+from zmqgrad.wire.messages import Message
 
 _numbers = itertools.count()
 
@@ -69,9 +69,7 @@ class FileStore(Store):
             reply = self._connection.request(query, Deadline.after(seconds))
         except StoreTimeoutError as e:
             raise StoreTimeoutError(f"{self!r}: wait timeout after {seconds:g} s: {e}") from e
-        if type(reply) is StoreRefused:
-            raise self._refused(reply, seconds)
-        return reply
+        return self._accepted(reply, seconds)
 
     def _register(self, target: Target) -> Registration:
         found = as_registration(self._request(watch_query(target), self._timeout))

@@ -38,13 +38,14 @@ class Table:
                 effect.requester.set_result(effect.message)
 
     def leave(self, registry: WatchRegistry, waiting: set[Promise[Message]]) -> None:
-        """The store of ``registry`` closes: refuse its blocked calls."""
+        """The store of ``registry`` closes: refuse its blocked calls, and end its watches."""
         with self.lock:
             self.registries.discard(registry)
             for promise in waiting:
                 promise.set_result(StoreRefused(Refusal.CLOSING, "the store is closing"))
             if not self.registries:
                 self.state.close()
+        registry.close()
 
 
 class HashStore(Store):
@@ -62,7 +63,7 @@ class HashStore(Store):
         self._registry = WatchRegistry("hash-store", weak(self._register))
         with self._table.lock:
             self._table.registries.add(self._registry)
-        self._finalizer = Finalizer(self, partial(_close, self._table, self._registry, self._waiting))
+        self._finalizer = Finalizer(self, partial(self._table.leave, self._registry, self._waiting))
 
     def _request(self, query: Message, seconds: float) -> Message:
         promise: Promise[Message] = Promise()
@@ -76,10 +77,7 @@ class HashStore(Store):
                     self._waiting.add(promise)
         if not promise.done():
             self._wait_for(promise, Deadline.after(seconds))
-        reply = promise.result()
-        if type(reply) is StoreRefused:
-            raise self._refused(reply, seconds)
-        return reply
+        return self._accepted(promise.result(), seconds)
 
     def _wait_for(self, promise: Promise[Message], deadline: Deadline) -> None:
         table = self._table
@@ -119,8 +117,3 @@ class HashStore(Store):
         statistics = self._table.state.statistics()
         closed = "" if self._registry in self._table.registries else ", closed"
         return f"<HashStore of {statistics['keys']} keys{closed}>"
-
-
-def _close(table: Table, registry: WatchRegistry, waiting: set[Promise[Message]]) -> None:
-    table.leave(registry, waiting)
-    registry.close()
