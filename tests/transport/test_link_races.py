@@ -215,7 +215,7 @@ def stop_reading(box: Box) -> threading.Event:
         stopped.set()
         assert goes_on.wait(20)
 
-    endpoint_of(box).post(stop)
+    endpoint_of(box).reader.post(stop)
     assert stopped.wait(20)
     return goes_on
 
@@ -244,7 +244,8 @@ def test_the_first_message_by_tcp_is_read_before_the_end(tcp_office: Office, dis
     assert monitor is not None
     assert monitor._pair.poll(20_000)
     if disconnects:
-        endpoint_of(a)._posted.append(lambda: endpoint_of(a)._poll(0))  # as the next step of the reader
+        reader = endpoint_of(a).reader
+        reader._posted.append(lambda: reader._poll(0))  # as the next step of the reader
         endpoint_of(a).end(1, "its process has ended", disconnects=True)
     goes_on.set()
     assert [inbound.envelope.message_id for inbound in a.take(2)] == [1, 2]

@@ -1,10 +1,10 @@
 """Sends and receives messages without interpreting them. The only layer that imports zmq.
 
     base.py          the contract, kept by mailbox.py, and in memory by zmqgrad.testing
-    mailbox.py  ->   endpoint.py: the one reader         |  sending.py, links.py: one link to each peer
+    mailbox.py  ->   endpoint.py: messages and ends      |  sending.py, links.py: one link to each peer
                      local/: unix sockets of one host    |  session*.py, sealed/: over tcp, exactly once
                      data_plane.py: frames, by shared_memory/, flow_control.py and bulk.py (chunks)
-                     heartbeat/: liveness                |  leader_poller.py: who reads
+                     heartbeat/: liveness                |  reader.py: the one reader
     query/           client and server of the store      |  sockets.py, security.py
 
 While both workers live, a message arrives exactly once even if connections break, but messages may overtake

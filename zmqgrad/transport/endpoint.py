@@ -1,9 +1,7 @@
-"""The endpoint, the one reader of a mailbox: delivers the messages of each link in order, then its end.
+"""The endpoint of a mailbox: delivers the messages of each link in order, then its end.
 
-With a thread pool, threads of the pool take turns in reading, by leader/followers
-(:mod:`~zmqgrad.transport.leader_poller`, :meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without
-one, the endpoint has a thread of its own. The reading thread decodes messages and passes them to the handler.
-It runs no user code, and malformed messages do not end it.
+The reading thread (:mod:`~zmqgrad.transport.reader`) decodes messages and passes them to the handler. It runs
+no user code, and malformed messages do not end it.
 
 Messages arrive by *paths*: local connections (this host), reply channels (the same, read by the thread that
 waits there), routes of the ROUTER (tcp), and bulk channels, which pass on what they receive by the ROUTER.
@@ -25,9 +23,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import select
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -35,38 +30,29 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.runtime.future import Promise
-from zmqgrad.runtime.polling import SPENT, Wakeup
 from zmqgrad.runtime.spinning import SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.base import Buffer, Handler, Inbound, OnIdle, PeerEnd
 from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES
-from zmqgrad.transport.leader_poller import LeaderPoller, make_leader_poller
 from zmqgrad.transport.links import Link, Links
 from zmqgrad.transport.local import LocalConnection, LocalListener
-from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor, connection_fd, get_int
+from zmqgrad.transport.reader import Reader
+from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor, connection_fd
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import ArenaOffer, Chunk, LargeMessage, Manifest, Message, MessageType
 
 if TYPE_CHECKING:
-    from zmqgrad.runtime.clock import Deadline
     from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels
+    from zmqgrad.transport.local.listener import Registry
 
 logger = logging.getLogger(__name__)
-
-MAX_STRANGERS = 1000
-"""How many senders of malformed messages are remembered, so that each is logged once."""
-
-ROUTER_BURST = 16
-"""Messages read from the ROUTER in a row before local connections have their turn."""
 
 END_TOKEN_BYTES = 16
 
 PROCESS_ENDED = "its process has ended"
 
-_EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
-"""Plain integers: combining pyzmq's enumerations takes as long as a call into libzmq."""
+_RCVMORE = int(zmq.RCVMORE)
 
 
 class Plane(Protocol):
@@ -104,7 +90,6 @@ class Endpoint:
     """Reads everything that arrives for one mailbox; without a pool, in a thread ``<name>-receiver``.
 
     Args:
-        incarnation: of the worker.
         router: receives by tcp; None: nothing does.
         listen: creates the listener for local connections, for a poller; None: there are none.
         accept: called for messages that belong to a session.
@@ -118,7 +103,7 @@ class Endpoint:
         self,
         name: str,
         router: zmq.Socket[bytes] | None,
-        listen: Callable[[LeaderPoller], LocalListener] | None,
+        listen: Callable[[Registry], LocalListener] | None,
         links: Links,
         plane: Plane,
         accept: Accept,
@@ -135,165 +120,57 @@ class Endpoint:
         self._on_ending = on_ending
         self._on_end = on_end
         self._refuse_ended = refuse
-        self._watched: dict[int, Callable[[], None]] = {}
+        self.reader = Reader(f"{name}-receiver", self._close_sockets, budget)
         self.inproc = f"inproc://{name}-{secrets.token_hex(16)}"
         """Where threads of this process reach the ROUTER."""
         self._end_token = secrets.token_bytes(END_TOKEN_BYTES)
         self.end_bulk: Callable[[int, bytes], bool] = lambda peer, token: False
         """Makes the bulk channels of a peer send ``token`` behind all that has arrived. Returns whether
         there are any."""
-        self._handler: Handler | None = None
-        self._on_idle: OnIdle = _nothing
-        self._strangers: set[object] = set()
-        self._started = False
-        self._ended: Promise[None] = Promise()
-        self._closed = False
-        self._reader = 0  # id of the reading thread; 0: none
+        self._handler: Handler
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
-        self.malformed = 0
-        self._poller = make_leader_poller(budget)
-        self.wait_for_lead, self.try_lead = self._poller.wait_for_lead, self._poller.try_lead
-        """As :class:`~zmqgrad.runtime.thread_pool.Source`."""
-        self._wakeup = Wakeup()
-        self._poller.register(self._wakeup.fd, select.POLLIN)
-        self._posted: deque[Callable[[], object]] = deque()  # work for the reading thread
-        self._tasks: deque[Task] = deque()  # of messages that were handled by such work
-        self._router_fd = -1
         self._monitor: SocketMonitor | None = None
-        if router is not None:
-            router.bind(self.inproc)
-            self._router_fd = get_int(router, zmq.FD)
-            self._poller.register(self._router_fd, select.POLLIN)
         self._routes: dict[bytes, _Route] = {}
-        self._closing_routes: list[_Route] = []  # to be closed when the ROUTER was read empty
-        self._disconnected: set[int] = set()  # the same, by the descriptor of the connection
+        self._disconnected: set[int] = set()  # to be closed when the ROUTER was read empty, by descriptor
         self._ending = 0  # links that are ending
         self.channels: ReplyChannels | None = None
         """The reply channels of the mailbox."""
-        self._local = None if listen is None else listen(self._poller)
-        self._arrived: deque[tuple[bytes, LocalConnection]] = deque()
-        self._at_router = router is not None  # whether the ROUTER may have messages
-        self._in_a_row = 0  # messages read from the ROUTER
-        self._stopped = False
+        self._local = None if listen is None else self.reader.listen(listen, self._on_packet)
+        if router is not None:
+            router.bind(self.inproc)
+            self.reader.read_router(router, self._from_router)
 
     def monitor_router(self, monitor: SocketMonitor) -> None:
         """Closes routes by the events of ``monitor``, which was made before the ROUTER was bound to tcp."""
         self._monitor = monitor
-        self.watch(monitor.fd, self._read_monitor)
+        self.reader.watch(monitor.fd, self._read_monitor)
 
     def start(self, handler: Handler, pool: ThreadPool | None = None, on_idle: OnIdle | None = None) -> None:
         """Starts to read. Arguments as :meth:`~zmqgrad.transport.base.Mailbox.start`."""
         self._handler = handler
-        self._on_idle = on_idle or self._on_idle
-        self._started = True
-        if pool is not None:
-            pool.serve_from(self)
-        else:
-            threading.Thread(target=self._run, name=f"{self._name}-receiver", daemon=True).start()
+        self.reader.on_idle = on_idle or self.reader.on_idle
+        self.reader.start(None if pool is None else pool.serve_from)
 
-    def _run(self) -> None:
-        while (task := self.read()) is not None:
-            self._reader = threading.get_ident()  # no thread reads meanwhile
-            task()
-
-    def promote(self) -> None:
-        """As ``Source``. A follower is woken at once if there is a message already."""
-        if self._at_router and self._socket is not None:
-            self._at_router = bool(get_int(self._socket, _EVENTS) & _POLLIN)
-        pending = self._arrived or self._at_router or self._posted or self._tasks
-        self._poller.promote(at_once=bool(pending))
-
-    def reads_here(self) -> bool:
-        """Returns whether the calling thread is the reading thread, so must not wait for messages."""
-        return self._reader == threading.get_ident()
+    def _close_sockets(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+        if self._socket is not None:
+            self._socket.close(linger=0)
 
     # ---- reading ----------------------------------------------------------------------------------------
 
-    def read(self) -> Task | None:
-        """Reads until a message results in a task. Returns None at the end."""
-        self._reader = threading.get_ident()
-        try:
-            while not self._stopped:
-                inbound = None
-                if self._posted:
-                    self._call(self._posted.popleft())
-                elif self._arrived:
-                    packet, connection = self._arrived.popleft()
-                    if packet:
-                        inbound = self._read_message(packet, (), connection)
-                    else:
-                        self._close_path(connection)
-                elif self._at_router:
-                    inbound = self._from_router()
-                else:
-                    task = self._on_idle()
-                    if task is None:
-                        self._poll(None)
-                        continue
-                    self._reader = 0
-                    return task
-                task = None if inbound is None else self._deliver(inbound)
-                inbound = None  # else it would stay alive until the next message
-                if task is None and self._tasks:
-                    task = self._tasks.popleft()
-                if task is not None:
-                    self._reader = 0
-                    return task
-        except zmq.ContextTerminated:
-            logger.debug("%s: the context has ended", self._name)
-        self._reader = 0
-        self._shut()
+    def _on_packet(self, packet: bytes, connection: LocalConnection) -> Task | None:
+        if packet:
+            return self._handle(packet, (), connection)
+        self._close_path(connection)
         return None
 
-    def _poll(self, seconds: float | None) -> None:
-        """Waits up to ``seconds`` (None: no limit) for events, and handles them."""
-        arrived = self._arrived
-        for fd, _ in self._poller.poll(seconds):
-            if self._local is not None and fd in self._local.connections:
-                arrived.extend(self._local.read(fd))
-            elif fd == self._router_fd:
-                self._at_router = True
-            elif fd == self._wakeup.fd:
-                self._wakeup.clear()
-            elif (readable := self._watched.get(fd)) is not None:
-                self._call(readable)
-            elif self._local is not None:
-                arrived.extend(self._local.read(fd))
-
-    def post(self, work: Callable[[], object]) -> None:
-        """Makes the reading thread call ``work`` soon. From any thread."""
-        self._posted.append(work)
-        self._wakeup.set()
-
-    def watch(self, fd: int, readable: Callable[[], None]) -> None:
-        """Makes the reading thread call ``readable`` when that descriptor is readable. From any thread."""
-        self._watched[fd] = readable
-        self._poller.register(fd, select.POLLIN)
-
-    def _call(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception:
-            logger.exception("%s: handling an event of a connection failed", self._name)
-
-    def unwatch(self, fd: int) -> None:
-        """Undoes :meth:`watch`. Must be called before the descriptor is closed."""
-        del self._watched[fd]
-        self._poller.unregister(fd)
-
-    def _from_router(self) -> Inbound | None:
-        """Returns the next message of the ROUTER; None if there is none, or it must not be delivered."""
+    def _from_router(self) -> Task | None:
+        """Handles the next message of the ROUTER."""
         socket = self._socket
         assert socket is not None
-        if not get_int(socket, _EVENTS) & _POLLIN:
-            self._at_router = False
-            self._close_routes()
-            return None
-        self._in_a_row += 1
-        if self._in_a_row % ROUTER_BURST == 0:
-            self._poll(0)
         identity = socket.recv()
         known = self._routes.get(identity)
         if known is None:
@@ -306,7 +183,7 @@ class Endpoint:
         if first == self._end_token and frames:
             self._close_bulk(int.from_bytes(frames[0], "big"))
             return None
-        return self._read_message(first, frames, route)
+        return self._handle(first, frames, route)
 
     def _rest(self) -> list[Buffer]:
         """Receives the frames after the first without a copy; they are writable."""
@@ -318,15 +195,23 @@ class Endpoint:
             if not frame.more:
                 return frames
 
-    def _read_message(
-        self, first: bytes, frames: Sequence[Buffer], path: LocalConnection | _Route
-    ) -> Inbound | None:
-        """As :meth:`decode`, in the reading thread, which must go on: without memory, say."""
+    def _handle(self, first: bytes, frames: Sequence[Buffer], path: LocalConnection | _Route) -> Task | None:
+        """Decodes and delivers a message. Whatever fails, such as memory, the reading thread must go on."""
         try:
-            return self.decode(first, frames, path)
+            inbound = self.decode(first, frames, path)
         except Exception:
             logger.exception("%s: a message of %d bytes could not be read", self._name, len(first))
             return None
+        if inbound is None:
+            return None
+        try:
+            return self._handler(inbound)
+        except ProtocolError as e:
+            self._refuse(inbound.envelope.source, e)
+        except Exception:
+            source = inbound.envelope.source
+            logger.exception("%s: handling %s from worker %d failed", self._name, inbound.message, source)
+        return None
 
     def decode(
         self, first: bytes, frames: Sequence[Buffer], path: LocalConnection | _Route, accepted: bool = False
@@ -431,24 +316,8 @@ class Endpoint:
         if size >= MIN_COUNTED_BYTES:
             self._plane.drop_malformed(envelope, size)
 
-    def _deliver(self, inbound: Inbound) -> Task | None:
-        assert self._handler is not None
-        try:
-            return self._handler(inbound)
-        except ProtocolError as e:
-            self._refuse(inbound.envelope.source, e)
-            return None
-        except Exception:
-            source = inbound.envelope.source
-            logger.exception("%s: handling %s from worker %d failed", self._name, inbound.message, source)
-            return None
-
-    def _refuse(self, identity: object, error: ProtocolError) -> None:
-        self.malformed += 1
-        if identity in self._strangers or len(self._strangers) >= MAX_STRANGERS:
-            return
-        self._strangers.add(identity)
-        logger.warning("%s: dropped a malformed message (%s)", self._name, error)
+    def _refuse(self, sender: object, error: ProtocolError) -> None:
+        self.reader.count_malformed(sender, f"message ({error})")
 
     # ---- the ends of links ------------------------------------------------------------------------------
 
@@ -465,7 +334,7 @@ class Endpoint:
         if connection.hello.number and not link.ended:  # what it continues was open when the end began
             connection.stop_receiving()
             return True
-        self.post(partial(self._refuse_path, connection, link))
+        self.reader.post(partial(self._refuse_path, connection, link))
         return False
 
     def on_path_continued(self, connection: LocalConnection) -> None:
@@ -484,11 +353,11 @@ class Endpoint:
             disconnects: whether its process, on this host, has certainly ended: its connections will close.
             tell: whether the peer is told the reason.
         """
-        self.post(partial(self._end, peer, reason, disconnects, tell))
+        self.reader.post(partial(self._end, peer, reason, disconnects, tell))
 
     def on_goodbye(self, peer: int, reason: str) -> None:
         """Handles the last message of ``peer``, which says why it ends the link. From any thread."""
-        self.post(partial(self._take_goodbye, peer, reason))
+        self.reader.post(partial(self._take_goodbye, peer, reason))
 
     def _take_goodbye(self, peer: int, reason: str) -> None:
         link = self._links.to(peer)
@@ -539,12 +408,12 @@ class Endpoint:
 
     def on_channel_path_closed(self, connection: LocalConnection) -> None:
         """Handles the end of a connection to a reply channel, behind its last packet. From any thread."""
-        self.post(partial(self._close_channel_path, connection))
+        self.reader.post(partial(self._close_channel_path, connection))
 
     def on_channel_settled(self, channel: ReplyChannel) -> None:
         """Its owner does not read now. What arrives there may belong to a link that ends. From any thread."""
         if self._ending:
-            self.post(partial(self._drain, channel))
+            self.reader.post(partial(self._drain, channel))
 
     def _drain(self, channel: ReplyChannel) -> None:
         """Handles what has arrived at a reply channel, unless its owner is waiting there, and will."""
@@ -552,24 +421,17 @@ class Endpoint:
             if not packet:
                 self._close_channel_path(connection)
                 continue
-            inbound = self._read_message(packet, (), connection)
-            task = None if inbound is None else self._deliver(inbound)
+            task = self._handle(packet, (), connection)
             if task is not None:
-                self._tasks.append(task)
+                self.reader.tasks.append(task)
 
     def _close_when_empty(self, route: _Route) -> None:
-        self._closing_routes.append(route)
-        self._at_router = True
+        self.reader.call_when_empty(partial(self._close_route, route))
 
-    def _close_routes(self) -> None:
-        """Closes the routes of which everything was read: the ROUTER was just found empty."""
-        closing, self._closing_routes = self._closing_routes, []
+    def _close_disconnected(self) -> None:
         gone, self._disconnected = self._disconnected, set()
-        if gone:
-            for route in [route for route in self._routes.values() if route.fd in gone]:
-                del self._routes[route.identity]
-                closing.append(route)
-        for route in closing:
+        for route in [route for route in self._routes.values() if route.fd in gone]:
+            del self._routes[route.identity]
             self._close_route(route)
 
     def _close_route(self, route: _Route) -> None:
@@ -588,7 +450,7 @@ class Endpoint:
         while events := self._monitor.read():
             # The first message of a connection, which makes its route, may still be unread.
             self._disconnected.update(fd for kind, fd in events if kind == DISCONNECTED)
-            self._at_router = True
+            self.reader.call_when_empty(self._close_disconnected)
 
     def _end_if_done(self, link: Link) -> None:
         if link.end_reason and not link.ended and not link.paths:
@@ -598,39 +460,3 @@ class Endpoint:
                 self._on_end(PeerEnd(link.peer, link.incarnation, link.ended))
             except Exception:  # it must not end the thread that reads
                 logger.exception("%s: handling the end of worker %d failed", self._name, link.peer)
-
-    # ---- closing ----------------------------------------------------------------------------------------
-
-    def _stop(self) -> None:
-        self._stopped = True
-
-    def _shut(self) -> None:
-        if self._local is not None:
-            self._local.close()
-        if self._monitor is not None:
-            self._monitor.close()
-        self._poller.close()
-        self._wakeup = SPENT
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        self._ended.set_result(None)
-
-    def close(self) -> None:
-        """Stops reading. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._started:
-            self.post(self._stop)
-        else:
-            self._shut()
-
-    def join(self, deadline: Deadline) -> list[str]:
-        """Waits until no thread reads. Returns a name if that has not happened by ``deadline``."""
-        if self._started and not self._ended.wait_done(deadline.timeout()):
-            return [f"{self._name}-receiver"]
-        return []
-
-
-def _nothing() -> None:
-    """The default of ``on_idle``."""

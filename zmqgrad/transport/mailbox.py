@@ -283,7 +283,7 @@ class ZmqMailbox(Mailbox):
             )
         self._plane.start(service)
         self._links.start(service)
-        self._sessions.start(service, self._endpoint)
+        self._sessions.start(service, self._endpoint.reader)
         self._links.resolve = resolve
         self._handler = handler
         self._endpoint.start(self._received, pool, on_idle)
@@ -301,7 +301,7 @@ class ZmqMailbox(Mailbox):
 
     def _may_wait(self) -> bool:
         """Whether the calling thread may wait for messages of a peer."""
-        return not (self._endpoint.reads_here() or (self._service and self._service.is_current()))
+        return not (self._endpoint.reader.reads_here() or (self._service and self._service.is_current()))
 
     # ---- receiving --------------------------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ class ZmqMailbox(Mailbox):
         else:
             size, path = sender.send_tcp(link, *what)
         if link.ended:  # what this message has reserved since is not to be kept for ever
-            self._endpoint.post(partial(self._plane.forget, peer))
+            self._endpoint.reader.post(partial(self._plane.forget, peer))
         if self.tap is not None and message.TYPE not in SEALED_TYPES:
             envelope = (message.TYPE, self.worker_id, self.incarnation, message_id, channel, 0, 0, 0)
             self.tap(True, peer, envelope, message, size, began or monotonic_ns(), path)
@@ -516,11 +516,11 @@ class ZmqMailbox(Mailbox):
             self._heartbeats.close()
         else:
             self._listener.close()
-        self._endpoint.close()
+        self._endpoint.reader.close()
         self._plane.close()
 
     def join(self, deadline: Deadline) -> list[str]:
-        left = self._endpoint.join(deadline)
+        left = self._endpoint.reader.join(deadline)
         if self._heartbeats is not None and not self._heartbeats.join(deadline):
             left.append(f"{self._name}-liveness")
         left += self._plane.shared_memory.join(deadline)
@@ -568,7 +568,7 @@ class ZmqMailbox(Mailbox):
             "messages_received": receiver.messages,
             "bytes_received": sum(received.values()),
             "received_by_path": received,
-            "malformed": receiver.malformed,
+            "malformed": receiver.reader.malformed,
             "peers": self._links.peers_connected(),
             "sessions": self._sessions.statistics(),
             "sealed": self._sealed.statistics(),

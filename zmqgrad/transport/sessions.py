@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -23,22 +23,12 @@ from zmqgrad.wire.frames import Envelope
 
 if TYPE_CHECKING:
     from zmqgrad.transport.links import Link
+    from zmqgrad.transport.reader import Reader
 
 logger = logging.getLogger(__name__)
 
 MIN_SECONDS = 0.001
 """The timer is not armed again for an event that is earlier by less than this."""
-
-
-class Watcher(Protocol):
-    """Polls file descriptors (:class:`~zmqgrad.transport.endpoint.Endpoint`)."""
-
-    def watch(self, fd: int, readable: Callable[[], None]) -> None:
-        """Calls ``readable`` whenever the descriptor is readable. From any thread."""
-
-    def unwatch(self, fd: int) -> None:
-        """Undoes :meth:`watch`."""
-
 
 MAX_INCOMING = 1 << 17
 """Maximum number of incarnations with a receiving half; beyond it, the oldest is dropped. A job has at most
@@ -83,7 +73,7 @@ class Sessions:
         self._ack = ack
         self._acknowledge = acknowledge
         self._timer: ServiceThread | None = None
-        self._watcher: Watcher | None = None
+        self._reader: Reader | None = None
         self._peers: dict[int, _Peer] = {}  # by number, each in its latest incarnation
         self._incoming: dict[tuple[int, int], Incoming] = {}  # by peer and incarnation
         self._outgoing: dict[int, SessionSocket] = {}
@@ -93,9 +83,9 @@ class Sessions:
         """When the timer fires. For an earlier event, :meth:`arm` must be called."""
         self._closed = False
 
-    def start(self, timer: ServiceThread, watcher: Watcher) -> None:
-        """Sets the timer and the watcher. Must be called before the first session opens."""
-        self._timer, self._watcher = timer, watcher
+    def start(self, timer: ServiceThread, reader: Reader) -> None:
+        """Sets the timer and the reader. Must be called before the first session opens."""
+        self._timer, self._reader = timer, reader
 
     def open(
         self, link: Link, endpoint: str, target: int, make_socket: Callable[[], zmq.Socket[bytes]]
@@ -206,12 +196,12 @@ class Sessions:
         self.arm(due)
 
     def _watch(self, fd: int, session: SessionSocket) -> None:
-        assert self._watcher is not None
-        self._watcher.watch(fd, partial(self._on_events, session))
+        assert self._reader is not None
+        self._reader.watch(fd, partial(self._on_events, session))
 
     def _unwatch(self, fd: int) -> None:
-        assert self._watcher is not None
-        self._watcher.unwatch(fd)
+        assert self._reader is not None
+        self._reader.unwatch(fd)
 
     def _on_events(self, session: SessionSocket) -> None:
         with session.lock:

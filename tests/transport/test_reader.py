@@ -1,0 +1,131 @@
+"""The reader handles everything that it was told to read, in order, and stops for nothing but its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+import zmq
+
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
+from zmqgrad.transport.reader import Reader
+
+WAIT = 20.0
+
+
+class Reading:
+    """A reader of a ROUTER, in a pool, and what it has handled."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.bind("inproc://reader")
+        self.handled: SimpleQueue[object] = SimpleQueue()
+        self.reader = Reader("reading", self.close_sockets)
+        self.reader.read_router(self.router, self.receive)
+        self.pool = ThreadPool("reading", 2)
+        self.reader.start(self.pool.serve_from)
+
+    def receive(self) -> Task | None:
+        self.handled.put(self.router.recv_multipart()[1])
+        return None
+
+    def close_sockets(self) -> None:
+        self.handled.put("closed")
+        self.router.close(linger=0)
+
+    def take(self, count: int) -> list[object]:
+        return [self.handled.get(timeout=WAIT) for _ in range(count)]
+
+    def close(self) -> None:
+        self.reader.close()
+        self.reader.close()
+        self.pool.close()
+        assert self.reader.join(Deadline.after(WAIT)) == []
+        assert self.pool.join(Deadline.after(WAIT)) == []
+        self.context.term()
+
+
+@pytest.fixture
+def reading() -> Iterator[Reading]:
+    made = Reading()
+    yield made
+    made.close()
+    assert made.handled.get(timeout=WAIT) == "closed"
+    assert made.handled.empty()
+
+
+def test_all_tasks_of_one_event_run(reading: Reading) -> None:
+    """Nothing else happens that could bring the reader to look again."""
+    reading.reader.post(
+        lambda: reading.reader.tasks.extend(lambda n=n: reading.handled.put(n) for n in range(3))  # type: ignore[misc]
+    )
+    assert sorted(reading.take(3), key=str) == [0, 1, 2]
+
+
+def test_the_router_is_found_empty_though_a_task_comes_first(reading: Reading) -> None:
+    """The thread that asked for it goes off to run the task, and the ROUTER reports nothing."""
+    empty = threading.Event()
+
+    def ask() -> None:
+        reading.reader.call_when_empty(empty.set)
+        reading.reader.tasks.append(lambda: reading.handled.put(empty.wait(WAIT)))
+
+    reading.reader.post(ask)
+    assert reading.take(1) == [True]
+
+
+def test_what_is_at_the_router_comes_before_it_is_empty(reading: Reading) -> None:
+    stopped, goes_on = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        stopped.set()
+        assert goes_on.wait(WAIT)
+        reading.reader.call_when_empty(lambda: reading.handled.put("empty"))
+
+    reading.reader.post(stop)
+    assert stopped.wait(WAIT)
+    with reading.context.socket(zmq.DEALER) as sender:
+        sender.connect("inproc://reader")
+        for n in range(200):
+            sender.send(b"%d" % n)
+        goes_on.set()
+        assert reading.take(201) == [*(b"%d" % n for n in range(200)), "empty"]
+
+
+def test_what_fails_is_logged_and_the_rest_is_done_at_its_time(
+    reading: Reading, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = reading.reader
+
+    def begin() -> None:
+        reader.call_later(0.02, lambda: reading.handled.put("second"))
+        reader.call_later(0.01, lambda: reading.handled.put("first"))
+        raise LookupError("a fault of the work")
+
+    reader.post(begin)
+    assert reading.take(2) == ["first", "second"]
+    assert caplog.text.count("LookupError: a fault of the work") == 1
+
+
+def test_malformed_messages_are_counted_and_logged_once_for_each_sender(
+    reading: Reading, caplog: pytest.LogCaptureFixture
+) -> None:
+    for sender in (1, 1, 2):
+        reading.reader.count_malformed(sender, f"message of {sender}")
+    assert reading.reader.malformed == 3
+    assert caplog.text.count("dropped a malformed message of 1") == 1
+    assert caplog.text.count("dropped a malformed message of 2") == 1
+
+
+def test_it_ends_before_it_has_begun() -> None:
+    closed: SimpleQueue[bool] = SimpleQueue()
+    reader = Reader("idle", lambda: closed.put(True))
+    reader.close()
+    reader.close()
+    assert reader.join(Deadline.after(0)) == []
+    assert closed.get(timeout=0)
+    assert closed.empty()
