@@ -244,8 +244,7 @@ def test_the_first_message_by_tcp_is_read_before_the_end(tcp_office: Office, dis
     assert monitor is not None
     assert monitor._pair.poll(20_000)
     if disconnects:
-        reader = endpoint_of(a).reader
-        reader._posted.append(lambda: reader._poll(0))  # as the next step of the reader
+        endpoint_of(a).reader._posted.append(endpoint_of(a)._read_monitor)  # as the next step of the reader
         endpoint_of(a).end(1, "its process has ended", disconnects=True)
     goes_on.set()
     assert [inbound.envelope.message_id for inbound in a.take(2)] == [1, 2]

@@ -357,7 +357,10 @@ class Endpoint:
 
     def on_goodbye(self, peer: int, reason: str) -> None:
         """Handles the last message of ``peer``, which says why it ends the link. From any thread."""
-        self.reader.post(partial(self._take_goodbye, peer, reason))
+        if self.reader.reads_here():
+            self._take_goodbye(peer, reason)  # at once: the end of its connection may follow
+        else:
+            self.reader.post(partial(self._take_goodbye, peer, reason))
 
     def _take_goodbye(self, peer: int, reason: str) -> None:
         link = self._links.to(peer)

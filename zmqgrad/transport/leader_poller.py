@@ -16,7 +16,7 @@ from typing import Protocol
 from zmqgrad.runtime.polling import Wakeup
 from zmqgrad.runtime.spinning import UNSOLICITED_SPIN_SECONDS, SpinBudget, Spinner
 
-MAX_EVENTS = 64
+MAX_EVENTS = 256
 """How many events one poll returns at most."""
 
 
@@ -68,8 +68,8 @@ class EpollLeaderPoller(LeaderPoller):
     """
 
     def __init__(self, budget: SpinBudget | None = None) -> None:
-        self._spin_budget = budget
-        self._spinner = Spinner(budget or SpinBudget(), at_most=UNSOLICITED_SPIN_SECONDS)
+        self._spin_budget = budget or SpinBudget(0)
+        self._spin = Spinner(self._spin_budget, at_most=UNSOLICITED_SPIN_SECONDS).spin
         self._inner = select.epoll()
         self._outer = select.epoll()
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -77,10 +77,10 @@ class EpollLeaderPoller(LeaderPoller):
         self._waiting = 0
         self._closed = False
         self._has_leader = True
+        self._has_followers = False
         self._woken = False
         self._inner_fd = self._inner.fileno()
         self._inner.register(self._eventfd, select.EPOLLIN)
-        self._outer.register(self._inner_fd, select.EPOLLONESHOT)
 
     def register(self, fd: int, mask: int) -> None:
         with self._lock:
@@ -94,8 +94,8 @@ class EpollLeaderPoller(LeaderPoller):
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         # Threads that wait for replies at their own channels need the processor next.
-        spins = seconds is None and self._spin_budget is not None and not self._spin_budget.waiting
-        ready = (spins and self._spinner.spin(self._inner.poll)) or self._inner.poll(seconds, MAX_EVENTS)
+        spins = seconds != 0 and not self._spin_budget.waiting
+        ready = (spins and self._spin(self._inner.poll)) or self._inner.poll(seconds, MAX_EVENTS)
         return self._clear_wakeup(ready) if self._woken else ready
 
     def _clear_wakeup(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -140,7 +140,11 @@ class EpollLeaderPoller(LeaderPoller):
             self._woken = True
             os.eventfd_write(self._eventfd, 1)
         self._has_leader = False
-        self._outer.modify(self._inner_fd, select.EPOLLIN | select.EPOLLONESHOT)
+        if self._has_followers:
+            self._outer.modify(self._inner_fd, select.EPOLLIN | select.EPOLLONESHOT)
+        else:
+            self._has_followers = True  # each event of the inner epoll costs more from here on
+            self._outer.register(self._inner_fd, select.EPOLLIN | select.EPOLLONESHOT)
 
     def close(self) -> None:
         with self._lock:

@@ -5,9 +5,9 @@ thread pool, threads of the pool take turns in reading, by leader/followers
 (:mod:`~zmqgrad.transport.leader_poller`, :meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without
 one, the reader has a thread of its own, or reads in that of its owner.
 
-The reading thread handles, in this order: work that other threads have posted; packets of local connections;
-messages of the ROUTER, of which only so many in a row; and then, before it polls again, what is due. All of
-that must be quick, and must not wait. What takes longer is a task: its thread gives up the lead before.
+The reading thread handles what other threads have posted, what it polls, messages of the ROUTER, of which only
+so many in a row, and, before it polls again, what is due. All of that must be quick, and must not wait. What
+takes longer is a task: its thread gives up the lead before.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Reader:
         """Whether the ROUTER may have messages. To be set after it was used otherwise than to read: its
         descriptor does not report again what it has reported."""
         self.tasks: deque[Task] = deque()
-        """Tasks of what was handled, to be appended to in the reading thread."""
+        """Tasks that what was handled resulted in. Reading thread only."""
         self.malformed = 0
         """How many malformed messages have arrived."""
         self._name = name
@@ -91,7 +91,6 @@ class Reader:
         self._local: LocalListener | None = None
         self._read_local: Callable[[int], Sequence[Arrival]] = _read_nothing
         self._on_packet: Callable[[bytes, LocalConnection], Task | None]
-        self._arrived: deque[Arrival] = deque()
         self._router: zmq.Socket[bytes]
         self._receive: Callable[[], Task | None]
         self._in_a_row = 0  # messages read from the ROUTER
@@ -186,8 +185,7 @@ class Reader:
         """As ``Source``. A follower is woken at once if there is something to handle already."""
         if self.at_router and not self._when_empty:
             self.at_router = self._has_message()
-        pending = self._arrived or self.at_router or self._posted or self.tasks
-        self._poller.promote(at_once=bool(pending))
+        self._poller.promote(at_once=bool(self._posted or self.tasks or self.at_router))
 
     def read(self) -> Task | None:
         """Reads until something results in a task. Returns None at the end."""
@@ -199,15 +197,12 @@ class Reader:
                     self._call(self._posted.popleft())
                 elif self.tasks:
                     task = self.tasks.popleft()
-                elif self._arrived:
-                    task = self._on_packet(*self._arrived.popleft())
                 elif self.at_router and self._in_a_row < ROUTER_BURST:
                     task = self._read_router()
                 else:
-                    self._in_a_row = 0
                     task = self.on_idle()
                     if task is None:
-                        self._poll(self._do_due() if self._due or self.at_router else None)
+                        self._poll()
                 if task is not None:
                     self._thread = 0
                     return task
@@ -231,20 +226,24 @@ class Reader:
         return None
 
     def _do_due(self) -> float:
-        """Does what is due first. Returns how long to wait for other events."""
+        """Does what is due first. Returns how long to wait for other events than messages of the ROUTER."""
+        self._in_a_row = 0
         seconds = self._due[0][0] - self._now() if self._due else math.inf
         if seconds <= 0:
             self._call(heapq.heappop(self._due)[2])
         return 0.0 if seconds <= 0 or self.at_router else min(seconds, MAX_SECONDS)
 
-    def _poll(self, seconds: float | None) -> None:
-        """Waits up to ``seconds`` (None: no limit) for events, and handles them."""
-        for fd, _ in self._poller.poll(seconds):
+    def _poll(self) -> None:
+        """Waits for events, and handles them."""
+        for fd, _ in self._poller.poll(self._do_due() if self._due or self.at_router else None):
             readable = self._watched.get(fd)
-            if readable is None:  # a local connection, or the listener
-                self._arrived.extend(self._read_local(fd))
-            else:
+            if readable is not None:
                 self._call(readable)
+                continue
+            for packet, connection in self._read_local(fd):  # else it is that of the listener
+                task = self._on_packet(packet, connection)
+                if task is not None:
+                    self.tasks.append(task)
 
     def _call(self, work: Work) -> None:
         try:

@@ -236,7 +236,9 @@ class LocalConnection:
                 if self._announced:
                     return self._receive_descriptor(flags)
                 packet = now(_RECEIVE_BYTES, flags)
-                if len(packet) == 1 and packet == ANNOUNCEMENT:
+                if 1 < len(packet) <= MAX_PACKET_BYTES:
+                    return packet
+                if packet == ANNOUNCEMENT:
                     self._announced = True
                     return self._receive_descriptor(flags)
             except ConnectionResetError:  # the peer left packets unread; reported once, before what it sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import select
@@ -60,16 +61,15 @@ class LocalListener:
 
     Args:
         endpoint: see :func:`~zmqgrad.transport.local.connection.unix_name`.
-        poll: polls the listening socket and the connections for reading.
+        poll: polls the listening socket and the connections.
         job: connections of other jobs are refused.
         incarnation: connections for another process are refused.
         call_later: runs a job later, in any thread.
-        on_backlog: see :class:`LocalConnection`; None: nothing is sent by these connections.
         on_opened: called with a connection that was accepted. Returns whether to keep it; one that continues
             another is kept.
         on_continued: called with a connection that has ended, and that another one continues.
-        on_closed: called with any other connection that has ended, before it is closed.
         max_connections: further connections are refused.
+        bursts: whether a peer may send many packets in a row, without waiting for replies.
 
     Raises:
         OSError: if it cannot listen there.
@@ -83,15 +83,16 @@ class LocalListener:
         incarnation: int,
         call_later: Callable[[float, Callable[[], None]], object],
         *,
-        on_backlog: Callable[[LocalConnection], None] | None = None,
         on_opened: Callable[[LocalConnection], bool] | None = None,
         on_continued: Callable[[LocalConnection], None] | None = None,
-        on_closed: Callable[[LocalConnection], None] | None = None,
         max_connections: int = MAX_CONNECTIONS,
+        bursts: bool = True,
     ) -> None:
         self.endpoint = endpoint
         self.connections: dict[int, LocalConnection] = {}
         """The accepted connections, by file descriptor."""
+        self.backlogged: set[int] = set()
+        """The descriptors of connections whose packets wait until the kernel accepts more."""
         self.bursting = False
         """Whether the last burst had several packets."""
         self.on_resumed: Callable[[], None] = _nothing
@@ -101,12 +102,12 @@ class LocalListener:
         self._job = job
         self._incarnation = incarnation
         self._call_later = call_later
-        self._on_backlog = on_backlog or _ignore
         self._on_opened = on_opened or _keep
         self._on_continued = on_continued or _ignore
-        self._on_closed = on_closed or _ignore
         self._max_connections = max_connections
-        self._reads = 0
+        # Whether to take the packet just read for the only one.
+        guesses = [not bursts, *[True] * (PROBE_INTERVAL - 1)]
+        self._is_alone: Callable[[], bool] = itertools.cycle(guesses).__next__
         self._handshaking: dict[int, socket.socket] = {}  # connected sockets that have not sent a hello
         self._following: dict[Hello, LocalConnection] = {}  # to be read when the one before has ended
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -127,16 +128,18 @@ class LocalListener:
 
     def read(self, fd: int) -> Sequence[Arrival]:
         """Returns what arrived at file descriptor ``fd``, which is ready."""
-        connection = self.connections.get(fd)
-        if connection is None:
+        try:
+            connection = self.connections[fd]
+        except KeyError:
             self._handshake(fd)
             return ()
-        self._reads += 1
         try:
             packet = connection.receive()
-            if packet and not self.bursting and self._reads % PROBE_INTERVAL:
+            if packet and not self.bursting and self._is_alone():
                 return ((packet, connection),)
         except BlockingIOError:
+            if fd in self.backlogged:
+                self._flush(fd, connection)
             return ()
         except OSError as e:
             return () if self._pause_without_descriptor(e, fd) else self._fail(fd, connection, e)
@@ -160,6 +163,25 @@ class LocalListener:
         self.bursting = len(arrived) > 1
         return arrived
 
+    def _on_backlog(self, connection: LocalConnection) -> None:
+        """Called by the thread that reads, when it sends."""
+        self.backlogged.add(connection.fd)
+        self._poll_again(connection.fd, select.POLLIN | select.POLLOUT)
+
+    def _flush(self, fd: int, connection: LocalConnection) -> None:
+        try:
+            flushed = connection.flush()
+        except OSError as e:
+            logger.debug("%s: a connection is broken: %s", self.endpoint, e)
+            flushed = True  # the next read finds that, too
+        if flushed:
+            self.backlogged.discard(fd)
+            self._poll_again(fd, select.POLLIN)
+
+    def _poll_again(self, fd: int, mask: int) -> None:
+        self._poll.unregister(fd)
+        self._poll.register(fd, mask)
+
     def _fail(self, fd: int, connection: LocalConnection, error: OSError) -> Sequence[Arrival]:
         logger.debug("%s: a connection is broken: %s", self.endpoint, error)
         return self._finish(fd, connection)
@@ -172,13 +194,11 @@ class LocalListener:
             self.accept_pending()  # it was opened before this one was closed
             if self._listening.fileno() in self._paused and self._pause(fd):
                 return ()  # it may wait there for a descriptor of this process
+        self._end(fd, connection)
         next_one = self._following.pop(following, None)
         if next_one is None:
-            self._end(fd, connection)
             return ((b"", connection),)
-        self._forget(fd)
         self._on_continued(connection)
-        connection.close()
         self._welcome(next_one)
         return ()
 
@@ -283,16 +303,13 @@ class LocalListener:
         return True
 
     def _end(self, fd: int, connection: LocalConnection) -> None:
-        self._forget(fd)
-        self._on_closed(connection)
-        connection.close()
-
-    def _forget(self, fd: int) -> None:
         if fd in self._paused:
             self._paused.discard(fd)
         else:
             self._poll.unregister(fd)
         del self.connections[fd]
+        self.backlogged.discard(fd)
+        connection.close()
 
     def drop(self, connection: LocalConnection) -> None:
         """Closes ``connection`` unless it has ended."""
@@ -330,10 +347,6 @@ class LocalListener:
 
 def _nothing() -> None:
     """The default of ``on_resumed``."""
-
-
-def _ignore(connection: LocalConnection) -> None:
-    """The default of the callbacks."""
 
 
 def _keep(connection: LocalConnection) -> bool:

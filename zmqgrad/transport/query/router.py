@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
+from collections.abc import Callable
 
 import zmq
 
 from zmqgrad.errors import TransportError
-from zmqgrad.runtime.clock import Clock
 from zmqgrad.transport.bind_policy import bind_tcp
 from zmqgrad.transport.query.admission import Admission
 from zmqgrad.transport.query.sockets import set_up_query_socket
@@ -25,7 +24,6 @@ from zmqgrad.transport.sockets import (
     NOBLOCK_MORE,
     ZERO_COPY_BYTES,
     SocketMonitor,
-    get_int,
 )
 
 logger = logging.getLogger(__name__)
@@ -44,6 +42,7 @@ class RouterSocket:
         context: of the server. With ``keys``, it gets an authenticator.
         listen_fd: see :func:`~zmqgrad.transport.bind_policy.bind_tcp`.
         admission: is informed of every connection.
+        call_later: runs a job later, in the thread that uses this.
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: as :func:`bind_tcp`.
@@ -57,31 +56,30 @@ class RouterSocket:
         keys: Keys | None,
         listen_fd: int | None,
         admission: Admission,
-        clock: Clock,
+        call_later: Callable[[float, Callable[[], None]], object],
     ) -> None:
-        self.rebind_at = math.inf
-        """When :meth:`rebind` must be called; infinite while the socket accepts connections."""
+        self._is_bound = True
         self._listening_fd = -1  # a copy of libzmq's: keeps the port, and queues connections, while unbound
         self._admission = admission
         self._secured = keys is not None
-        self._clock = clock
+        self._call_later = call_later
         self._has_warned = False
         self._monitor: SocketMonitor | None = None
         self.zap: ZapAuthenticator | None = None
         """To be read in the server's thread."""
-        self._socket = context.socket(zmq.ROUTER)
+        self.socket = context.socket(zmq.ROUTER)
         try:
-            set_up_query_socket(self._socket)
-            self._socket.router_mandatory = True
-            self._socket.sndhwm = self._socket.rcvhwm = MAX_UNREAD_REPLIES
+            set_up_query_socket(self.socket)
+            self.socket.router_mandatory = True
+            self.socket.sndhwm = self.socket.rcvhwm = MAX_UNREAD_REPLIES
             if keys is not None:
                 self.zap = ZapAuthenticator(context, keys)
-                secure_server(self._socket, keys)
+                secure_server(self.socket, keys)
             self._monitor = SocketMonitor(
-                self._socket,
+                self.socket,
                 LISTENING | ACCEPTED | ACCEPT_FAILED | CONNECTED | HANDSHAKE_FAILED | DISCONNECTED,
             )
-            self.endpoint = bind_tcp(self._socket, address, secured=self._secured, listen_fd=listen_fd)
+            self.endpoint = bind_tcp(self.socket, address, secured=self._secured, listen_fd=listen_fd)
             self.read_events()  # the first event names the descriptor, which libzmq has not closed yet
         except OSError as e:
             self.close(linger=0)
@@ -89,9 +87,7 @@ class RouterSocket:
         except BaseException:
             self.close(linger=0)
             raise
-        self.fd = get_int(self._socket, zmq.FD)
         self.monitor_fd = self._monitor.fd
-        self.receive = self._socket.recv_multipart
 
     def send(self, route: bytes, data: bytearray) -> None:
         """Sends ``data`` to the client with routing id ``route``.
@@ -99,8 +95,8 @@ class RouterSocket:
         Raises:
             zmq.ZMQError: if the client has disconnected, or does not read its replies.
         """
-        self._socket.send(route, NOBLOCK_MORE)
-        self._socket.send(data, NOBLOCK, copy=len(data) < ZERO_COPY_BYTES)
+        self.socket.send(route, NOBLOCK_MORE)
+        self.socket.send(data, NOBLOCK, copy=len(data) < ZERO_COPY_BYTES)
 
     def read_events(self) -> int:
         """Counts connections. Accepts no more if the process has no file descriptors left.
@@ -130,28 +126,27 @@ class RouterSocket:
 
     def _unbind(self) -> None:
         """Accepts nothing for a while: libzmq would try again without a pause. The port remains ours."""
-        if self.rebind_at == math.inf:
+        if self._is_bound:
             logger.log(
                 logging.DEBUG if self._has_warned else logging.WARNING,
                 "%s: no more file descriptors; new clients have to wait until others have left",
                 self.endpoint,
             )
             self._has_warned = True
-            self._socket.unbind(self.endpoint)
-            self.rebind_at = self._clock.now() + REBIND_SECONDS
+            self.socket.unbind(self.endpoint)
+            self._is_bound = False
+            self._call_later(REBIND_SECONDS, self._rebind)
 
-    def rebind(self, now: float) -> None:
-        """Accepts connections again if it is time to and the process has file descriptors."""
-        if now < self.rebind_at:
-            return
+    def _rebind(self) -> None:
+        """Accepts connections again if the process has file descriptors."""
         copy = -1
         try:
             copy = os.dup(self._listening_fd)
-            bind_tcp(self._socket, self.endpoint, secured=self._secured, listen_fd=copy)
-            self.rebind_at = math.inf
+            bind_tcp(self.socket, self.endpoint, secured=self._secured, listen_fd=copy)
+            self._is_bound = True
         except (OSError, TransportError) as e:
             logger.debug("%s: cannot accept connections yet: %s", self.endpoint, e)
-            self.rebind_at = now + REBIND_SECONDS
+            self._call_later(REBIND_SECONDS, self._rebind)
             if copy >= 0:
                 os.close(copy)
 
@@ -161,7 +156,7 @@ class RouterSocket:
             self._monitor.close()
         if self.zap is not None:
             self.zap.close()
-        self._socket.close(linger=linger)
+        self.socket.close(linger=linger)
         if self._listening_fd >= 0:
             os.close(self._listening_fd)
             self._listening_fd = -1

@@ -1,4 +1,4 @@
-"""Receives queries and sends the replies: the store's server, one thread over a ROUTER and a local listener.
+"""Receives queries and sends the replies: the store's server, one reader of a ROUTER and a local listener.
 
 Unlike a mailbox, it serves many light clients that it does not know in advance. Clients of its own host and
 user may use the fast path (:mod:`~zmqgrad.transport.local`), whose address the reply to a ping announces. A
@@ -14,24 +14,23 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import zmq
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, monotonic_ns
-from zmqgrad.runtime.polling import MAX_SECONDS, READ, SPENT, WRITE, Poller, Wakeup
-from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
-from zmqgrad.transport.query import LOCAL_JOB, SPIN_RECENCY_SECONDS, spin_budget
+from zmqgrad.transport.query import LOCAL_JOB, spin_budget
 from zmqgrad.transport.query.admission import Admission
 from zmqgrad.transport.query.router import MAX_UNREAD_REPLIES, RouterSocket
+from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.security import Keys
-from zmqgrad.transport.sockets import NOBLOCK, connection_fd
+from zmqgrad.transport.sockets import connection_fd
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.frames import Envelope, read_envelope
@@ -41,14 +40,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 16_384
 """Default limit of the number of clients; a store counts once for each thread that uses it."""
-
-MAX_OFFENDERS = 1000
-"""How many senders of malformed messages are remembered, so that each is logged once."""
-
-ROUTER_BURST = 64
-"""Messages read from the ROUTER before the fast path has its turn."""
-
-MAX_POLL_EVENTS = 256
 
 LINGER_MS = 500
 """How long the last replies may take to leave when the server stops."""
@@ -106,8 +97,6 @@ class QueryServer:
         self.incarnation = secrets.randbits(63)
         self.requests = 0
         """How many queries were received."""
-        self.malformed = 0
-        """How many messages were malformed, and how many handshakes failed."""
         self.undeliverable = 0
         """How many replies were dropped, as the client had ended or did not read them."""
         self.refuses_newcomers = False
@@ -119,30 +108,31 @@ class QueryServer:
         self._ending = False
         self._drained_by = -math.inf  # when the server ends, though clients are connected
         self._due = math.inf
-        self._offenders: set[str] = set()
-        self._backlogged: dict[int, LocalConnection] = {}  # by descriptor
-        self._later: list[tuple[float, Callable[[], None]]] = []
-        self._actions: dict[int, Callable[[], None]] = {}  # by descriptor: what to do when it is ready
-        self._poller = Poller()
-        self._wakeup = Wakeup()
-        self._local = self._open_local(max_clients) if fast_path and local.supported() else None
-        self._connections = {} if self._local is None else self._local.connections
-        self._admission = Admission(max_clients)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-        try:
-            self._router = RouterSocket(name, self.context, address, keys, listen_fd, self._admission, clock)
-        except BaseException:
-            self._close(None)
-            raise
-        self.endpoint = self._router.endpoint
-        self._router_unread = False  # its descriptor does not report again what it has reported
-        self.register(self._router.fd, self._read_router)
-        self.register(self._router.monitor_fd, self._read_monitor)
-        self.wake_by(self._router.rebind_at)
-        self.register(self._wakeup.fd, self._end)
-        if self._router.zap is not None:
-            self.register(self._router.zap.fd, self._router.zap.read)
+        self._service: Service | None = None
         self.tracer: Tracer | None = None
+        self._admission = Admission(max_clients)
+        self._reader = Reader(name, self._close, spin_budget(), clock)
+        self.register = self._reader.watch
+        """Makes the server's thread call a function whenever a file descriptor is readable."""
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        self._router: RouterSocket | None = None
+        try:
+            self._local = self._open_local(max_clients) if fast_path and local.supported() else None
+            router = self._router = RouterSocket(
+                name, self.context, address, keys, listen_fd, self._admission, self._reader.call_later
+            )
+        except BaseException:
+            self._reader.close()
+            raise
+        self._backlogged = set() if self._local is None else self._local.backlogged
+        self.endpoint = router.endpoint
+        self._send_by_router = router.send
+        self._receive_by_router = router.socket.recv_multipart
+        self._reader.read_router(router.socket, self._from_router)
+        self._reader.watch(router.monitor_fd, self._read_monitor)
+        if router.zap is not None:
+            self._reader.watch(router.zap.fd, router.zap.read)
+            self._reader.post(router.zap.read)  # its descriptor does not report what came before
         tapping.register(self)
 
     def identity(self) -> Identity:
@@ -152,15 +142,17 @@ class QueryServer:
     def _open_local(self, max_clients: int) -> LocalListener | None:
         endpoint = f"ipc://@zmqgrad-store-{secrets.token_hex(16)}"
         try:
-            return LocalListener(
-                endpoint,
-                self._poller,
-                LOCAL_JOB,
-                self.incarnation,
-                self._call_later,
-                on_backlog=self._on_backlog,
-                on_closed=self._on_connection_closed,
-                max_connections=max_clients,
+            return self._reader.listen(
+                lambda poll: LocalListener(
+                    endpoint,
+                    poll,
+                    LOCAL_JOB,
+                    self.incarnation,
+                    self._reader.call_later,
+                    max_connections=max_clients,
+                    bursts=False,
+                ),
+                self._receive,
             )
         except OSError as e:
             logger.warning("%s has no fast path, all queries arrive by ZeroMQ: %s", self.name, e)
@@ -170,6 +162,11 @@ class QueryServer:
     def port(self) -> int:
         """The tcp port."""
         return int(self.endpoint.rpartition(":")[2])
+
+    @property
+    def malformed(self) -> int:
+        """How many messages were malformed, and how many handshakes failed."""
+        return self._reader.malformed
 
     @property
     def clients(self) -> int:
@@ -183,11 +180,6 @@ class QueryServer:
 
     # ---- the thread -------------------------------------------------------------------------------------
 
-    def register(self, fd: int, action: Callable[[], None]) -> None:
-        """Makes the server's thread call ``action`` whenever file descriptor ``fd`` is readable."""
-        self._actions[fd] = action
-        self._poller.register(fd, READ)
-
     def serve(self, service: Service) -> None:
         """Passes queries to ``service`` until :meth:`stop`; then closes all sockets. Blocks."""
         with self._lock:
@@ -196,75 +188,23 @@ class QueryServer:
             self._serving = True
         self._service = service
         self._handle_query = service.handle
+        self._reader.on_idle = service.settle
         try:
-            self._loop(service)
+            self._reader.run()
         finally:
-            service.stopped()
-            with self._lock:
-                self._stopped = True
-                self._close(self._router)
-
-    def _loop(self, service: Service) -> None:
-        poll, actions, connections, now = self._poller.poll, self._actions, self._connections, self._clock.now
-        spin = Spinner(spin_budget()).spin
-        read, on_local_event = self._read_connection, self._on_local_event
-        last, spins = -math.inf, False
-        if self._router.zap is not None:
-            self._router.zap.read()  # its descriptor does not report what came before
-        while not self._ending or (self.clients and now() < self._drained_by):
-            seconds: float | None = 0.0 if self._router_unread else None
-            if self._due != math.inf and not self._router_unread:
-                seconds = self._due - now()
-                if seconds <= 0:
-                    self._do_due()
-                    continue
-                seconds = min(seconds, MAX_SECONDS)
-            for fd, mask in (spins and spin(self._poll)) or poll(seconds, MAX_POLL_EVENTS):
-                connection = connections.get(fd)
-                if connection is not None and mask == READ:
-                    read(connection)
-                elif (action := actions.get(fd)) is not None:
-                    action()
-                else:
-                    on_local_event(fd, mask)
-            if self._router_unread:
-                self._read_router()
-            service.settle()
-            before, last = last, now()
-            spins = last - before < SPIN_RECENCY_SECONDS
-        service.stopping()
-
-    def _poll(self, seconds: float) -> list[tuple[int, int]]:
-        return self._poller.poll(seconds, MAX_POLL_EVENTS)
-
-    def _do_due(self) -> None:
-        now, self._due = self._clock.now(), math.inf
-        later, self._later = self._later, []
-        for at, job in later:
-            if at <= now:
-                job()
-            else:
-                self._later.append((at, job))
-                self.wake_by(at)
-        self._router.rebind(now)
-        self.wake_by(self._router.rebind_at)
-        self.wake_by(self._service.do_due(now))
-        self._service.settle()
+            self._reader.shut()  # after an error of the service
 
     def wake_by(self, moment: float) -> None:
         """Makes the server call the service's ``do_due`` no later than ``moment``. Server's thread only."""
         if moment < self._due:
             self._due = moment
+            self._reader.call_at(moment, partial(self._do_due, moment))
 
-    def _call_later(self, seconds: float, job: Callable[[], None]) -> None:
-        at = self._clock.now() + seconds
-        self._later.append((at, job))
-        self.wake_by(at)
-
-    def _end(self) -> None:
-        self._wakeup.clear()
-        self._ending = True
-        self.wake_by(self._drained_by)
+    def _do_due(self, moment: float) -> None:
+        if moment == self._due:  # else it was called earlier
+            assert self._service is not None
+            self._due = math.inf
+            self.wake_by(self._service.do_due(self._clock.now()))
 
     def stop(self, drain_seconds: float = 0.0) -> None:
         """Makes :meth:`serve` return. Safe from any thread; idempotent.
@@ -278,68 +218,59 @@ class QueryServer:
             self._stopped = True
             self._drained_by = self._clock.now() + drain_seconds
             if self._serving:
-                self._wakeup.set()
+                self._reader.post(self._end)
             else:
-                self._close(self._router)
+                self._reader.close()
 
-    def _close(self, router: RouterSocket | None) -> None:
-        if router is not None:  # otherwise it was not registered
-            tapping.unregister(self)
-        if self._local is not None:
-            self._local.close()
-        if router is not None:
-            router.close(LINGER_MS)
-        self._poller.close()
-        self._wakeup = SPENT
+    def _end(self) -> None:
+        self._ending = True
+        self._reader.on_idle = self._end_if_drained
+        self._reader.call_at(self._drained_by, _nothing)  # then it is idle again, and looks
+
+    def _end_if_drained(self) -> None:
+        assert self._service is not None
+        self._service.settle()
+        if not self.clients or self._clock.now() >= self._drained_by:
+            self._service.stopping()
+            self._reader.close()
+
+    def _close(self) -> None:
+        """Closes all sockets but those of the listener."""
+        tapping.unregister(self)
+        if self._service is not None:
+            self._service.stopped()
+        if self._router is not None:
+            self._router.close(LINGER_MS)
         self.context.term()  # waits until the last replies have left, or for LINGER_MS
 
     # ---- receiving --------------------------------------------------------------------------------------
 
-    def _read_router(self) -> None:
-        receive = self._router.receive
-        try:
-            for _ in range(ROUTER_BURST):
-                self._router_unread = True
-                frames = receive(NOBLOCK, copy=False)
-                frame = frames[-1]
-                data = frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
-                if len(frames) == 2:
-                    self._receive(frames[0].bytes, data, frame)
-                else:
-                    error = ProtocolError(f"a query of {len(frames) - 1} frames (expected one)")
-                    self._on_malformed(frames[0].bytes, data, frame, error)
-        except zmq.Again:
-            self._router_unread = False
-
-    def _read_connection(self, connection: LocalConnection) -> None:
-        """Reads one packet of the fast path."""
-        try:
-            packet = connection.receive()
-        except BlockingIOError:
-            return
-        except OSError as e:
-            logger.debug("%s: a client of this host has ended: %s", self.name, e)
-            packet = b""
-        if packet:
-            self._receive(connection, packet, None)
+    def _from_router(self) -> None:
+        frames = self._receive_by_router(copy=False)
+        frame = frames[-1]
+        data = frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
+        if len(frames) == 2:
+            self._receive(data, frames[0].bytes, frame)
         else:
-            self._drop(connection)
+            error = ProtocolError(f"a query of {len(frames) - 1} frames (expected one)")
+            self._on_malformed(frames[0].bytes, data, frame, error)
 
-    def _receive(self, route: Route, data: bytes | memoryview, frame: zmq.Frame | None) -> None:
+    def _receive(self, data: bytes | memoryview, route: Route, frame: zmq.Frame | None = None) -> None:
         """Handles a message that arrived by either path; ``frame`` is None by the fast path."""
         try:
             envelope, query = decode(data)
         except ProtocolError as e:
-            self._on_malformed(route, data, frame, e)
+            if data or frame is not None:
+                self._on_malformed(route, data, frame, e)
+            else:  # the end of a connection of the fast path
+                self._admission.remove_local(route)
             return
         client_id, request_id = envelope.incarnation, envelope.message_id
         if self.tracer is not None:
             self._tap_query(self.tracer, route, envelope, query, len(data))
         if type(query) is StorePing:
             self._on_ping(route, frame, client_id, request_id, query)
-        elif (
-            self._admission.refused and frame is not None and connection_fd(frame) in self._admission.refused
-        ):
+        elif frame is not None and self._is_refused(frame):
             self._refuse_surplus(route, request_id)
         else:
             self.requests += 1
@@ -364,15 +295,12 @@ class QueryServer:
         self.reply(route, request_id, StoreRefused(Refusal.INVALID, str(error)))
 
     def _count_malformed(self, address: str, error: object) -> None:
-        self.malformed += 1
-        if address not in self._offenders and len(self._offenders) < MAX_OFFENDERS:
-            self._offenders.add(address)
-            logger.warning("%s: dropped a malformed query from %s (%s)", self.endpoint, address, error)
+        self._reader.count_malformed(address, f"query from {address} at {self.endpoint} ({error})")
 
     def _read_monitor(self) -> None:
+        assert self._router is not None
         for _ in range(self._router.read_events()):
             self._count_malformed("tcp", "a handshake failed: no ZeroMQ, or another secret")
-        self.wake_by(self._router.rebind_at)
 
     def _on_ping(
         self, route: Route, frame: zmq.Frame | None, client_id: int, request_id: int, query: StorePing
@@ -389,6 +317,9 @@ class QueryServer:
                 return
         endpoint = "" if self._local is None else self._local.endpoint
         self.reply(route, request_id, StorePong(query.nonce, endpoint))
+
+    def _is_refused(self, frame: zmq.Frame) -> bool:
+        return bool(self._admission.refused) and connection_fd(frame) in self._admission.refused
 
     def _refuse_surplus(self, route: Route, request_id: int) -> None:
         text = f"it serves {self._admission.limit} connections already, which is its limit"
@@ -408,8 +339,8 @@ class QueryServer:
             self.tracer.tap(True, 0, envelope, message, len(data), monotonic_ns())
         try:
             if isinstance(route, bytes):
-                self._router_unread = True
-                self._router.send(route, data)
+                self._reader.at_router = True
+                self._send_by_router(route, data)
             else:
                 if len(data) > MAX_PACKET_BYTES:
                     refusal = StoreRefused(Refusal.TOO_LARGE, f"{len(data)} bytes")
@@ -422,46 +353,12 @@ class QueryServer:
             logger.debug("%s: a reply is dropped: %s", self.name, e)
             self.undeliverable += 1
             if isinstance(route, LocalConnection):
-                self._drop(route)
+                route.hang_up()
             return False
 
-    # ---- connections of the fast path -------------------------------------------------------------------
 
-    def _on_local_event(self, fd: int, mask: int) -> None:
-        """Handles all but packets: new connections, and those that have ended or accept data again."""
-        if self._local is None:
-            return
-        connection = self._connections.get(fd)
-        if connection is None:
-            self._local.read(fd)
-            return
-        if fd in self._backlogged and mask & WRITE:
-            self._flush(connection)
-        if mask & ~WRITE:
-            self._read_connection(connection)
-
-    def _on_backlog(self, connection: LocalConnection) -> None:
-        """Polls ``connection`` until the kernel accepts more. Called by :meth:`reply`."""
-        self._backlogged[connection.fd] = connection
-        self._poller.modify(connection.fd, READ | WRITE)
-
-    def _flush(self, connection: LocalConnection) -> None:
-        try:
-            flushed = connection.flush()
-        except OSError as e:
-            logger.debug("%s: a client of this host has ended: %s", self.name, e)
-            flushed = True  # the next read finds that, too
-        if flushed:
-            del self._backlogged[connection.fd]
-            self._poller.modify(connection.fd, READ)
-
-    def _drop(self, connection: LocalConnection) -> None:
-        assert self._local is not None
-        self._local.drop(connection)
-
-    def _on_connection_closed(self, connection: LocalConnection) -> None:
-        self._backlogged.pop(connection.fd, None)
-        self._admission.remove_local(connection)
+def _nothing() -> None:
+    """Only wakes the reader."""
 
 
 def _route_key(route: Route) -> int:
