@@ -5,9 +5,9 @@ thread pool, threads of the pool take turns in reading, by leader/followers
 (:mod:`~zmqgrad.transport.leader_poller`, :meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without
 one, the reader has a thread of its own, or reads in that of its owner.
 
-The reading thread handles what other threads have posted, what it polls, messages of the ROUTER, of which only
-so many in a row, and, before it polls again, what is due. All of that must be quick, and must not wait. What
-takes longer is a task: its thread gives up the lead before.
+The reading thread handles what other threads have posted, what it polls, messages of the ROUTER, of which
+only so many in a row, and, before it polls again, what is due. All of that must be quick, and must not wait.
+What takes longer is a task: its thread gives up the lead before.
 """
 
 from __future__ import annotations

@@ -8,20 +8,18 @@ runs its tasks, while another thread receives the next: no thread is woken for t
 from __future__ import annotations
 
 import logging
-import select
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import zmq
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
-from zmqgrad.runtime.polling import SPENT, Wakeup
 from zmqgrad.runtime.thread_pool import Source, Task
 from zmqgrad.transport import tap as tapping
-from zmqgrad.transport.leader_poller import make_leader_poller
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket
+from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.sockets import CONNECTED, DISCONNECTED, NOBLOCK, SocketMonitor, get_int
 from zmqgrad.transport.tap import Identity, Tracer
@@ -36,14 +34,14 @@ BURST = 256
 
 
 class Subscriber:
-    """A SUB that can change its publisher. A :class:`Source` of tasks.
+    """A SUB that can change its publisher, and its reader.
 
     Args:
         name: for log lines.
         on_message: called with each notification, in order; must be quick. Returns tasks, which may take
             longer. Neither may raise.
         on_broken: called when notifications may have been lost.
-        serve_from: makes the threads of a pool read this and run the tasks (``ThreadPool.serve_from``).
+        serve_from: makes the threads of a pool read and run the tasks (``ThreadPool.serve_from``).
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class Subscriber:
         self.name = name
         self.endpoint = ""
         """The endpoint it is connected to; empty for none."""
-        self.malformed = 0
         self._on_message = on_message
         self._on_broken = on_broken
         self._lock = threading.Lock()  # guards the socket, and all of the next three
@@ -64,16 +61,15 @@ class Subscriber:
         self._monitor: SocketMonitor | None = None
         self._fds: tuple[int, ...] = ()
         self._closed = False
-        self._ended = threading.Event()
-        self._tasks: deque[Task] = deque()
-        self._wakeup = Wakeup()
-        self._poller = make_leader_poller()
-        self.wait_for_lead, self.try_lead = self._poller.wait_for_lead, self._poller.try_lead
-        """As :class:`Source`."""
-        self._poller.register(self._wakeup.fd, select.POLLIN)
         self.tracer: Tracer | None = None
         tapping.register(self)
-        serve_from(self)
+        self._reader = Reader(f"{name}-subscriber", self._on_closed)
+        self._reader.start(serve_from)
+
+    @property
+    def malformed(self) -> int:
+        """How many notifications were malformed."""
+        return self._reader.malformed
 
     def identity(self) -> Identity:
         """As :class:`~zmqgrad.transport.tap.Traced`."""
@@ -94,9 +90,9 @@ class Subscriber:
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED)
             self._fds = (get_int(socket, zmq.FD), self._monitor.fd)
             for fd in self._fds:
-                self._poller.register(fd, select.POLLIN)
+                self._reader.watch(fd, self._read_socket)
             socket.connect(endpoint)
-        self._wakeup.set()
+        self._reader.post(self._read_socket)
 
     def subscribe(self, *topics: bytes) -> None:
         """Subscribes to ``topics``, in that order. No effect after :meth:`close`."""
@@ -104,7 +100,7 @@ class Subscriber:
             if self._socket is not None:
                 for topic in topics:
                     self._socket.subscribe(topic)
-        self._wakeup.set()  # libzmq may have read what the descriptor reported
+        self._reader.post(self._read_socket)  # libzmq may have read what the descriptor reported
 
     def unsubscribe(self, topic: bytes) -> None:
         """Undoes :meth:`subscribe`, if the publisher is still the same."""
@@ -114,7 +110,7 @@ class Subscriber:
                     self._socket.unsubscribe(topic)
                 except zmq.ZMQError as e:
                     logger.debug("%s: was not subscribed to %r: %s", self.name, topic, e)
-        self._wakeup.set()
+        self._reader.post(self._read_socket)
 
     def disconnect(self) -> None:
         """Stops receiving until :meth:`connect`."""
@@ -125,7 +121,7 @@ class Subscriber:
         """Called with the lock held."""
         socket, self._socket, self.endpoint = self._socket, None, ""
         for fd in self._fds:
-            self._poller.unregister(fd)
+            self._reader.unwatch(fd)
         self._fds = ()
         if self._monitor is not None:
             self._monitor.close()
@@ -133,30 +129,11 @@ class Subscriber:
         if socket is not None:
             close_client_socket(socket)
 
-    # ---- a source of tasks ------------------------------------------------------------------------------
-
-    def promote(self) -> None:
-        """As :class:`Source`."""
-        self._poller.promote(at_once=bool(self._tasks))
-
-    def read(self) -> Task | None:
-        """As :class:`Source`."""
-        try:
-            while not self._closed:
-                if self._tasks:
-                    return self._tasks.popleft()
-                for fd, _ in self._poller.poll(None):
-                    if fd == self._wakeup.fd:
-                        self._wakeup.clear()
-                self._read_socket()
-        except Exception:
-            logger.exception("%s: notifications are lost from here on", self.name)
-        self._end()
-        return None
+    # ---- reading ----------------------------------------------------------------------------------------
 
     def _read_socket(self) -> None:
         received: list[list[zmq.Frame]] = []
-        broken = False
+        broken = more = False
         with self._lock:
             if self._socket is None or self._monitor is None:
                 return
@@ -165,13 +142,15 @@ class Subscriber:
             try:
                 for _ in range(BURST):
                     received.append(self._socket.recv_multipart(NOBLOCK, copy=False))
-                self._wakeup.set()  # there may be more
+                more = True
             except zmq.Again:
                 pass
         for frames in received:
             self._receive(frames)
         if broken:
             self._on_broken()
+        if more:  # perhaps; when these tasks have begun
+            self._reader.tasks.append(partial(self._reader.post, self._read_socket))
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         try:
@@ -179,33 +158,26 @@ class Subscriber:
                 raise ProtocolError(f"a notification of {len(frames)} frames (expected two)")
             envelope, message = decode(frames[1].buffer)
         except ProtocolError as e:
-            self.malformed += 1
-            if self.malformed == 1:
-                logger.warning(
-                    "%s: dropped a malformed notification from %s (%s)", self.name, self.endpoint, e
-                )
+            self._reader.count_malformed(self.endpoint, f"notification from {self.endpoint} ({e})")
             return
         if self.tracer is not None:
             revision: int = getattr(message, "revision", 0)
             shown = Envelope(envelope.type, 0, envelope.incarnation, revision)
             self.tracer.tap(False, 0, shown, message, len(frames[1]), monotonic_ns())
-        self._tasks.extend(self._on_message(message))
+        self._reader.tasks.extend(self._on_message(message))
 
-    def _end(self) -> None:
+    def _on_closed(self) -> None:
         """Closes everything when reading ends."""
         tapping.unregister(self)
         with self._lock:
             self._closed = True
             self._disconnect()
-        self._poller.close()
-        self._wakeup = SPENT
-        self._ended.set()
 
     def close(self) -> None:
         """Stops receiving. Idempotent; safe from any thread."""
         self._closed = True
-        self._wakeup.set()
+        self._reader.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Waits until no thread reads. Returns a name if that has not happened by ``deadline``."""
-        return [] if self._ended.wait(deadline.timeout()) else [f"{self.name}-subscriber"]
+        return self._reader.join(deadline)
