@@ -11,11 +11,11 @@ import logging
 import math
 import os
 import socket as sockets
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.polling import READ
 from zmqgrad.runtime.service_thread import ServiceThread
@@ -94,7 +94,7 @@ class HeartbeatMonitor:
         self._ended: Promise[None] = Promise()
         self._closed = False
         self._server = HeartbeatServer(self._name, listener, service)
-        _monitors.add(self)
+        in_forks(self, HeartbeatMonitor.close_sockets)
         service.call_soon(self._server.start)
 
     def watch(self, peer: int, address: str) -> None:
@@ -322,16 +322,3 @@ def _hint(watched: _Peer) -> str:
 
 
 _UNREACHABLE_ERRNOS = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN))
-
-
-# A fork (such as a data loader's worker) gets copies of all sockets. While it lives, the kernel would keep
-# the connections of its parent open, and no peer would see the parent die.
-_monitors: weakref.WeakSet[HeartbeatMonitor] = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for monitor in list(_monitors):
-        monitor.close_sockets()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)

@@ -24,13 +24,13 @@ import socket
 import struct
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from zmqgrad.runtime.forks import in_forks
 from zmqgrad.transport.local.descriptors import check_can_accept
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class LocalConnection:
         self.sent_bytes = 0
         self._backlog: deque[Queued] = deque()
         self._offered: set[int] = set()  # segments
-        _connections.add(self)
+        in_forks(self, LocalConnection.abandon)
         self.fd = connected.fileno()
         """The file descriptor; -1 once closed."""
         self._announced = False  # the next packet to be received has a descriptor
@@ -511,16 +511,3 @@ def send_with_gil(fd: int, packet: bytes | bytearray) -> None:
     if _send(fd, bytes(packet), len(packet), _NOW) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))  # Python chooses the subclass
-
-
-# A fork gets copies of all sockets. While it lives, the kernel would keep the connections of its parent open,
-# and no peer would see the parent end.
-_connections: weakref.WeakSet[LocalConnection] = weakref.WeakSet()
-
-
-def _abandon_in_fork() -> None:
-    for connection in list(_connections):
-        connection.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_fork)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
-import os
 import select
 import socket
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
+from zmqgrad.runtime.forks import in_forks
 from zmqgrad.transport.local.connection import (
     PROTOCOL,
     WELCOME,
@@ -119,7 +118,7 @@ class LocalListener:
             self._listening.close()
             raise
         poll.register(self._listening.fileno(), select.POLLIN)
-        _listeners.add(self)
+        in_forks(self, LocalListener.abandon)
 
     @property
     def is_open(self) -> bool:
@@ -352,14 +351,3 @@ def _nothing() -> None:
 def _keep(connection: LocalConnection) -> bool:
     """The default of ``on_opened``."""
     return True
-
-
-_listeners: weakref.WeakSet[LocalListener] = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for listener in list(_listeners):
-        listener.abandon()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)

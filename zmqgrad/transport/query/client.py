@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import deque
 
 from zmqgrad.errors import ClosedError
 from zmqgrad.runtime import blocking
 from zmqgrad.runtime.clock import MONOTONIC, Clock, monotonic_ns
+from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.polling import SPENT, Wakeup
 from zmqgrad.transport import local
 from zmqgrad.transport import tap as tapping
@@ -26,8 +26,6 @@ from zmqgrad.wire.messages import Message
 
 MAX_IDLE = 8
 """How many idle channels a client keeps."""
-
-_clients: weakref.WeakSet[QueryClient] = weakref.WeakSet()
 
 
 class QueryClient:
@@ -60,7 +58,7 @@ class QueryClient:
         self._lock = threading.Lock()  # guards _channels and writes to _closed
         self._idle: deque[QueryChannel] = deque()
         self._channels: set[QueryChannel] = set()
-        _clients.add(self)
+        in_forks(self, QueryClient.forget)
         self.tracer: Tracer | None = None
         tapping.register(self)
 
@@ -165,11 +163,3 @@ class QueryClient:
 
     def __repr__(self) -> str:
         return f"<QueryClient {self.name} of {self.address}{': closed' if self._closed else ''}>"
-
-
-def _forget_channels() -> None:
-    for client in _clients:
-        client.forget()
-
-
-os.register_at_fork(after_in_child=_forget_channels)
