@@ -46,12 +46,14 @@ class SpinBudget:
 
     Args:
         seconds: how long a thread spins before it blocks. 0 disables spinning.
+        recency: a thread that has not waited for this long blocks at once: its peer spins no more, either.
     """
 
-    __slots__ = ("owner", "seconds", "waiting")
+    __slots__ = ("owner", "recency", "seconds", "waiting")
 
-    def __init__(self, seconds: float = SPIN_SECONDS) -> None:
+    def __init__(self, seconds: float = SPIN_SECONDS, recency: float = math.inf) -> None:
         self.seconds = seconds
+        self.recency = recency
         self.owner: object = None
         """The :class:`Spinner` that may spin."""
         self.waiting = 0
@@ -70,12 +72,13 @@ class Spinner:
         at_most: limit in seconds, if lower than that of the budget.
     """
 
-    __slots__ = ("_at_most", "_budget", "_clock", "_credit")
+    __slots__ = ("_at_most", "_began", "_budget", "_clock", "_credit")
 
     def __init__(self, budget: SpinBudget, clock: Clock = MONOTONIC, at_most: float = math.inf) -> None:
         self._budget = budget
         self._clock = clock
         self._at_most = at_most
+        self._began = -math.inf
         # Falls with each unsuccessful spin. At zero or less no spin is tried, and it rises with each wait.
         self._credit: float = MAX_CREDIT if budget.seconds else -math.inf
 
@@ -86,8 +89,11 @@ class Spinner:
             self._credit += 1
             return []
         budget, now = self._budget, self._clock.now
+        before, self._began = self._began, now()
+        if self._began - before > budget.recency:
+            return []
         budget.owner = self
-        until = now() + min(budget.seconds, self._at_most)
+        until = self._began + min(budget.seconds, self._at_most)
         while True:
             found = poll(0)
             if found:

@@ -36,4 +36,5 @@ def spin_budget() -> SpinBudget:
         ConfigurationError: if that variable is malformed.
     """
     allowed = environment.spin_us()
-    return SpinBudget(SPIN_SECONDS if allowed is None else min(SPIN_SECONDS, allowed * 1e-6))
+    seconds = SPIN_SECONDS if allowed is None else min(SPIN_SECONDS, allowed * 1e-6)
+    return SpinBudget(seconds, SPIN_RECENCY_SECONDS)

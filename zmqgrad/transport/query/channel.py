@@ -9,7 +9,6 @@ drops a waiting query that is no longer repeated.
 
 from __future__ import annotations
 
-import math
 import secrets
 import select
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from zmqgrad.runtime.polling import to_milliseconds
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, PROTOCOL, Hello, LocalConnection
-from zmqgrad.transport.query import LOCAL_JOB, SPIN_RECENCY_SECONDS, spin_budget
+from zmqgrad.transport.query import LOCAL_JOB, spin_budget
 from zmqgrad.transport.query.dealer import DealerConnection, LocalAddress, ServerInfo
 from zmqgrad.transport.query.pending import PING_ID, Arrival, PendingQuery
 from zmqgrad.wire.codec import decode, encode
@@ -54,7 +53,6 @@ class QueryChannel:
         self._closed_error = closed_error
         self._now = clock.now
         self.last_request_id = PING_ID
-        self._started = -math.inf  # when the last query was sent first
         self._query = PendingQuery(self.last_request_id, bytearray(), 0.0, 0.0)
         self._trouble = ""  # the last problem, for error messages
         self._dealer: DealerConnection | None = None
@@ -73,7 +71,7 @@ class QueryChannel:
         """Sends ``message`` until its reply arrives. Arguments and errors as ``QueryClient.request``."""
         self.last_request_id = request_id = self.last_request_id + 1
         packet = encode(message, 0, self.id, request_id)
-        before, self._started = self._started, self._now()
+        started = self._now()
         fast, sent, data = self._accepted, False, None
         if fast is not None and seconds >= QUICK_SECONDS and len(packet) <= MAX_PACKET_BYTES:
             # Nearly all replies arrive at once. Few steps here: processes that take turns find little of
@@ -81,8 +79,7 @@ class QueryChannel:
             try:
                 fast.send(packet)
                 sent = True
-                if self._started - before < SPIN_RECENCY_SECONDS:
-                    self._spin(self._poll_for)
+                self._spin(self._poll_for)
                 data = fast.receive(0)
                 envelope, reply = decode(data)
                 if envelope.message_id == request_id and type(reply) is not StoreRefused:
@@ -94,7 +91,7 @@ class QueryChannel:
                 sent = False
             except ProtocolError:
                 pass  # _complete() decodes it again, and reports the error
-        self._query = PendingQuery(request_id, packet, self._now(), self._started + seconds)
+        self._query = PendingQuery(request_id, packet, self._now(), started + seconds)
         return self._complete(sent, data)
 
     def _complete(self, sent: bool, data: bytes | None) -> Message:
