@@ -348,6 +348,10 @@ def _nothing() -> None:
     """The default of ``on_resumed``."""
 
 
+def _ignore(connection: LocalConnection) -> None:
+    """The default of ``on_continued``."""
+
+
 def _keep(connection: LocalConnection) -> bool:
     """The default of ``on_opened``."""
     return True
