@@ -336,7 +336,7 @@ class Client:
             call = send()
             return self.wait(call)
         except BaseException:
-            if call is not None:
+            if call is not None and may_wait_for_others():  # otherwise the callee is to run it all the same
                 self.give_up(call)
             raise
         finally:
