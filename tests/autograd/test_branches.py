@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
@@ -86,6 +87,37 @@ def test_two_branches_run_at_the_same_time(c: Cluster, at: int) -> None:
     assert len(set(threads)) == 2
     assert set(workers) == {c.workers[at]}
     assert set(grad_enabled) == {False}
+
+
+def recomputed(x: Tensor, name: str) -> Tensor:
+    result: Tensor = checkpoint(lambda x: branch(x * x, name), x, use_reentrant=False)
+    return result
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+def test_branches_that_recompute_run_one_by_one(c: Cluster, heavy: bool) -> None:
+    """Else one would set the random generator while another one draws from it."""
+    running, most = 0, 0
+
+    def run() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        threading.Event().wait(0.02)  # longer than it takes to let another thread help
+        running -= 1
+
+    THEN["recomputed"] = run
+    if heavy:
+        THEN.update(first=run, second=run)
+        with context() as ctx:
+            backward(ctx, [two_branches(1, torch.ones(2, requires_grad=True))])
+    running, most = 0, 0
+    x = torch.ones(2, requires_grad=True)
+    with context() as ctx:
+        answers = [rpc.rpc_async(1, recomputed, (x, "recomputed")) for _ in range(3)]
+        backward(ctx, [torch.stack([answer.wait() for answer in answers]).sum()])
+        assert get_gradients(ctx)[x].tolist() == [12, 12]
+    assert most == 1
 
 
 @pytest.mark.parametrize("attempt", range(10))

@@ -57,6 +57,25 @@ def test_other_threads_help_while_arrivals_wait(monkeypatch: pytest.MonkeyPatch)
     assert not queue.is_consumed()
 
 
+def test_no_arrival_waits_for_a_helper_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads of the pool may be busy for long."""
+    monkeypatch.setattr(work_queue, "MAX_CONSUMERS", 2)
+    queue = WorkQueue()
+    assert queue.add(arrivals(0))
+    assert not queue.add(arrivals(1))
+    assert queue.request_help()
+    assert not queue.request_help()  # one is enough
+    assert queue.take(9) == arrivals(0, 1)
+    assert queue.finish()
+    assert queue.add(arrivals(2))
+    assert not queue.add(arrivals(3))
+    assert queue.help(requested=True)
+    assert queue.take(9) == arrivals(2, 3)
+    assert queue.finish()
+    assert queue.finish()
+    assert not queue.help(requested=True)
+
+
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=30))
 def test_each_arrival_is_taken_once_and_in_order(steps: list[tuple[int, int]]) -> None:
     queue, consumed, added, taken = WorkQueue(), False, 0, []

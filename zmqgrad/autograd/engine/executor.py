@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,6 +40,7 @@ from zmqgrad.autograd.graph.node import (
     shared,
 )
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan, bits
+from zmqgrad.autograd.graph.recomputation import recomputes
 from zmqgrad.autograd.graph.sums import OF_ENTRIES, OF_GROUPS, OrderedSum, Place, added
 from zmqgrad.autograd.graph.undefined import UNDEFINED, reached, zero_placeholders
 from zmqgrad.autograd.graph.validation import fit, matches
@@ -130,6 +132,12 @@ class LocalPass:
         self._token = object()  # denotes this pass to the context, without a reference to it
         self._recvs = walk.recvs
         self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """Whether parts of the forward pass are computed again, so that only one thread may run groups."""
+        edges = [start for entry in self._starts for start in entry if isinstance(start, GradientEdge)]
+        return recomputes(edge.node for edge in edges)
 
     def start(self, gradients: Sequence[torch.Tensor], sink: GradientSink) -> None:
         """Enter at the roots. Runs the groups that become ready in the calling thread."""

@@ -170,7 +170,7 @@ class Participant:
         finally:
             if message.handled is not None:
                 self._count(message.pass_id, message.handled)
-        may_join = self._is_heavy() and self._may_help(message.pass_id)
+        may_join = self._is_heavy() and self._may_help(message.pass_id) and not local_pass.recomputes
         if consumes or (may_join and local_pass.queue.help()):
             self._consume(local_pass, message.pass_id, message.root, inbound.envelope.channel)
         elif local_pass.queue.needs_help():
@@ -215,7 +215,7 @@ class Participant:
             self._worker.timer.call_later(HELP_SECONDS, help_pass)
 
     def _help(self, local_pass: LocalPass, pass_id: int, root: int, channel: int) -> None:
-        if not local_pass.queue.help():
+        if local_pass.recomputes or not local_pass.queue.request_help():
             return
         consume = functools.partial(self._consume_as_helper, local_pass, pass_id, root, channel)
         try:
@@ -225,6 +225,8 @@ class Participant:
 
     def _consume_as_helper(self, local_pass: LocalPass, pass_id: int, root: int, channel: int) -> None:
         """Runs in an engine thread, with the modes and context variables that a request would find."""
+        if not local_pass.queue.help(requested=True):
+            return
         torch.set_grad_enabled(True)
         torch.set_default_device(None)
         copy_context().run(self._consume, local_pass, pass_id, root, channel)

@@ -32,6 +32,7 @@ class WorkQueue:
         self._on_devices: dict[int, DeviceCopies] = {}  # of the arrivals that wait, by autograd id
         self._seen: set[int] = set()
         self._consumers = 0
+        self._requested = 0  # helpers that have not begun
 
     def add(self, arrivals: Sequence[Arrival], arrived: DeviceCopies = NO_COPIES) -> bool:
         """Add arrivals, except those that were added before.
@@ -60,9 +61,27 @@ class WorkQueue:
         """Whether arrivals wait, and there may be more consumers."""
         return bool(self._waiting) and 0 < self._consumers < MAX_CONSUMERS
 
-    def help(self) -> bool:
-        """Make the caller, or a thread that it starts, a consumer. Returns False if no help is needed."""
+    def request_help(self) -> bool:
+        """Returns whether the caller is to start a thread that calls :meth:`help`.
+
+        It counts as a consumer only then: it may have to wait for the thread pool, and arrivals must not wait
+        for it.
+        """
         with self._lock:
+            if not self.needs_help() or self._consumers + self._requested >= MAX_CONSUMERS:
+                return False
+            self._requested += 1
+            return True
+
+    def help(self, *, requested: bool = False) -> bool:
+        """Make the calling thread a consumer. Returns False if no help is needed.
+
+        Args:
+            requested: whether the thread was started because of :meth:`request_help`.
+        """
+        with self._lock:
+            if requested:
+                self._requested -= 1
             if not self.needs_help():
                 return False
             self._consumers += 1

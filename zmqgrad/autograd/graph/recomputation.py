@@ -1,0 +1,47 @@
+"""Whether a backward pass computes a part of the forward pass again, as ``torch.utils.checkpoint`` does.
+
+A recomputation that draws random numbers (dropout) sets torch's global generators for a while, so no other
+one may run at the same time. Its saved tensors have hooks; so have those of ``save_on_cpu``, which are taken
+for recomputations, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+_SAVED: dict[type, tuple[str, ...]] = {}
+"""The names of the attributes that are saved tensors, by type of node."""
+
+
+def recomputes(nodes: Iterable[Any]) -> bool:
+    """Returns whether any of ``nodes`` of torch's graph, or a node that is reached from them, recomputes."""
+    seen, todo = set[Any](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _has_saved_tensor_hooks(node):
+            return True
+        todo.extend([following for following, _ in node.next_functions])
+    return False
+
+
+def _has_saved_tensor_hooks(node: Any) -> bool:
+    for name in _saved_tensors(type(node)):
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:
+            continue  # it has run already, and nothing is saved any more
+        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+            # Older versions of torch do not tell.
+            if each is not None and getattr(each, "unpack_hook", "unknown") is not None:
+                return True
+    return False
+
+
+def _saved_tensors(kind: type) -> tuple[str, ...]:
+    if kind not in _SAVED:
+        _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return _SAVED[kind]
