@@ -5,10 +5,10 @@ message. A Unix socket preserves message boundaries, and the kernel reports the 
 no framing is needed. It is reliable and ordered; what a process has sent can be read after its end.
 
 The reader of a process polls a :class:`LocalListener`. A thread that waits for a reply may own a
-:class:`~zmqgrad.transport.local.channels.ReplyChannel` and read the reply itself. Sends never block: what the
-kernel does not accept waits in the connection until it does. Tensors are in shared memory, whose descriptors
-are sent, too. Mailboxes and the store use the same classes. Where this is not :func:`supported`, everything
-uses ZeroMQ.
+:class:`~zmqgrad.transport.local.channels.ReplyChannel` and read the reply itself. Sends never block: when the
+kernel accepts no more, another connection continues, or packets wait in the sender's memory. Tensors are in
+shared memory, whose descriptors are sent, too. Mailboxes and the store use the same classes. Where this is
+not :func:`supported`, everything uses ZeroMQ.
 """
 
 from __future__ import annotations
