@@ -79,7 +79,9 @@ def test_an_evicted_worker_loses_all_others(town: Town) -> None:
     with acting(b):
         waiting = [rpc.rpc_async(name, hold_on, timeout=0) for name in "ac"]
     town.store.set("d/verdict/1/0", suspicion.LOST)
-    a.worker.lose(1, "its process has not replied")
+    with town.network.hold(source=0, target=1):  # b would accuse a, which then knows that b is alive
+        a.worker.lose(1, "its process has not replied")
+        eventually(lambda: town.store.check(["d/suspect/1/0"]))
     for future in waiting:
         with pytest.raises(PeerLostError, match="its process has not replied"):
             future.wait()
