@@ -18,13 +18,15 @@ from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import OverArena, OverZmq
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport import links, local
-from zmqgrad.transport.base import Inbound, PeerEnd, ReplyChannel
+from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd, ReplyChannel
 from zmqgrad.transport.endpoint import PROCESS_ENDED, Endpoint
 from zmqgrad.transport.links import Links
 from zmqgrad.transport.local import LocalConnection
 from zmqgrad.transport.local.channels import ReplyChannel as Channel
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.security import ZapAuthenticator, load_keys
 from zmqgrad.wire.messages import ExceptionReply, Hello, RRefAck, StoreSet
 
 pytestmark = pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
@@ -570,3 +572,37 @@ def test_a_forgotten_port_is_released_whatever_its_thread_does(office: Office) -
 
     threading.Thread(target=finalize, daemon=True).start()
     assert done.wait(20)
+
+
+# ---- closing ---------------------------------------------------------------------------------------------
+
+
+def test_the_authenticator_is_not_closed_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ZeroMQ socket that two threads use at a time crashes the process."""
+    service = ServiceThread("w0")
+    mailbox = ZmqMailbox("w0", 0, keys=load_keys("the secret of this job, of 33 bytes"))
+    service.start()
+    reading, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+    close = ZapAuthenticator.close
+
+    def read(self: ZapAuthenticator) -> None:
+        reading.set()
+        assert go_on.wait(20)
+        assert not closed.is_set()
+
+    def note_and_close(self: ZapAuthenticator) -> None:
+        closed.set()
+        close(self)
+
+    monkeypatch.setattr(ZapAuthenticator, "read", read)
+    monkeypatch.setattr(ZapAuthenticator, "close", note_and_close)
+    mailbox.start(lambda inbound: None, lambda peer: PeerAddress((), 0), service=service)
+    assert reading.wait(20)
+    mailbox.close()
+    assert mailbox.join(Deadline.after(0.1)) == ["w0-service"]
+    assert not closed.is_set()
+    go_on.set()
+    assert mailbox.join(Deadline.after(20)) == []
+    assert closed.is_set()
+    service.close()
+    assert service.join(Deadline.after(20)) == []

@@ -22,6 +22,7 @@ import zmq
 from zmqgrad.errors import ClosedError, TransportError, ZmqgradError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
+from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.polling import READ
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
@@ -534,15 +535,31 @@ class ZmqMailbox(Mailbox):
             return [f"{self._name}-channels"]
         for link in self._links.all():
             self._links.shut(link)  # a send that raced with close may have connected
-        if self._zap is not None:
-            if self._service is not None:
-                self._service.unwatch(self._zap.fd)
-            self._zap.close()
+        if not self._close_zap(deadline):
+            return [f"{self._name}-service"]
         # term() has no timeout, and would wait for a socket that was left open.
         ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
         ending.start()
         ending.join(deadline.timeout())
         return [ending.name] if ending.is_alive() else []
+
+    def _close_zap(self, deadline: Deadline) -> bool:
+        """Closes the authenticator in the thread that reads it. Returns whether that happened in time."""
+        zap, service = self._zap, self._service
+        if zap is None:
+            return True
+        if service is None or not service.join(Deadline.after(0)):  # nobody reads it
+            zap.close()
+            return True
+        closed: Promise[None] = Promise()
+
+        def close() -> None:
+            service.unwatch(zap.fd)
+            zap.close()
+            closed.set_result(None)
+
+        service.call_soon(close)
+        return closed.wait_done(deadline.timeout())
 
     def statistics(self) -> dict[str, Any]:
         """Returns messages and bytes in and out, by path, and the state of arena, credit and sessions.

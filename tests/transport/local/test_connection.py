@@ -161,6 +161,30 @@ def test_a_connection_is_welcome_once_those_before_it_were_read(site: Site) -> N
     assert site.packets == [b"1", b"2"]
 
 
+def test_connections_continue_one_another_however_their_events_are_ordered(site: Site) -> None:
+    connection, sent = site.ready(), [b"%d" % number for number in range(4)]
+    connection.send(sent[0])
+    for number in range(1, 4):
+        hello = Hello(PROTOCOL, JOB, 7, 3, 33, number)
+        following = local.connect(site.endpoint, hello, site.backlogged.append, eager=True)
+        site.opened.append(following)
+        connection.continue_by(following, lambda fd: None)
+        following.send(sent[number])
+        connection = following
+    connection.close()
+    known = {fd for fd, _ in site.poll.poll(0)}
+    (listening,) = known - site.listener.connections.keys()
+    for _ in range(3):
+        site.listener.read(listening)
+    for fd, _ in reversed(site.poll.poll(0)):
+        if fd not in known:
+            site.arrived += site.listener.read(fd)
+    while not site.ends:
+        site.read(1000)
+    assert site.packets == sent
+    assert len(site.ends) == 1
+
+
 def test_both_ends_can_send(site: Site) -> None:
     connection = site.ready()
     connection.send(b"question")

@@ -236,13 +236,16 @@ class LocalListener:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
             logger.warning("%s: refused a connection that does not speak zmqgrad: %s", self.endpoint, e)
             hello = None
+        if hello is not None and hello.number:
+            # Behind those accepted before, however their events are ordered: one of them may come before it.
+            for earlier in list(itertools.takewhile(lambda other: other != fd, self._handshaking)):
+                self._handshake(earlier)
         del self._handshaking[fd]
+        self._poll.unregister(fd)
         full = len(self.connections) + len(self._following) >= self._max_connections
         if hello is None or full or not self._is_for_us(hello) or hello in self._following:
-            self._poll.unregister(fd)
             new.close()
             return
-        self._poll.unregister(fd)
         connection = LocalConnection(new, self._on_backlog, hello)
         if self._continues_another(hello):
             self._following[hello] = connection
