@@ -29,6 +29,7 @@ from zmqgrad.transport.base import (
     PeerAddress,
     PeerEnd,
     Resolver,
+    text_of_loss,
 )
 from zmqgrad.transport.tap import FRAMES, INLINE, OnHeartbeat, Tap
 from zmqgrad.wire.codec import decode, encode
@@ -214,9 +215,7 @@ class MemoryMailbox:
 
     def _refuse(self, peer: int) -> None:
         """Tell a peer that its link has ended here."""
-        self._say_goodbye(
-            peer, f"{self._name} has declared worker {peer} lost: {self._ended[peer]}; it must join again"
-        )
+        self._say_goodbye(peer, text_of_loss(self._name, peer, self._ended[peer]))
 
     def _say_goodbye(self, peer: int, reason: str) -> None:
         goodbye = Goodbye(reason[:1000])

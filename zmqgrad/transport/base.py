@@ -73,6 +73,11 @@ class PeerEnd(NamedTuple):
     reason: str
 
 
+def text_of_loss(accuser: str, lost: int, reason: str) -> str:
+    """What a worker is told that another has declared lost, on whichever way it hears of that first."""
+    return f"{accuser} has declared worker {lost} lost: {reason}; it must join again"
+
+
 OnEnd = Callable[[PeerEnd], None]
 """Called in the reading thread with the end of a link, after all of its messages; must not block."""
 

@@ -38,6 +38,7 @@ from zmqgrad.transport.base import (
     OnSuspected,
     PeerEnd,
     Resolver,
+    text_of_loss,
 )
 from zmqgrad.transport.bind_policy import bind, tcp_address
 from zmqgrad.transport.data_plane import DATA_PLANE_TYPES, DataPlane
@@ -466,7 +467,7 @@ class ZmqMailbox(Mailbox):
 
     def _verdict(self, link: Link) -> str:
         """What a peer is told that this worker has declared lost."""
-        return f"{self._name} has declared worker {link.peer} lost: {link.end_reason}; it must join again"
+        return text_of_loss(self._name, link.peer, link.end_reason)
 
     def _say_goodbye(self, link: Link, reason: str) -> None:
         """Sends the last message of a link, unless the peer has certainly ended."""

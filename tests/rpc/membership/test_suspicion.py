@@ -53,7 +53,7 @@ def test_a_worker_that_one_alone_has_lost_stays(town: Town, caplog: pytest.LogCa
         waiting = rpc.rpc_async("a", hold_on, timeout=0)
     town.dead.add(b.worker.membership.own.endpoints[0])  # so it seems to a
     a.worker.lose(1, "it refuses connections")
-    with pytest.raises(PeerLostError, match=r"a has declared .*worker 1\)? lost: it refuses connections"):
+    with pytest.raises(PeerLostError, match="a has declared worker 1 lost: it refuses connections"):
         waiting.wait()
     released.set()
     eventually(lambda: caplog.text, lambda text: "a has lost b (worker 1), but the group has not" in text)
@@ -124,7 +124,7 @@ def test_shutdown_waits_for_a_worker_that_one_alone_has_lost(
     with acting(trio[1]):  # type: ignore[arg-type]
         waiting = rpc.rpc_async(0, hold_on, timeout=0)
     trio[0].worker.lose(1, "its host is out of reach")
-    with pytest.raises(PeerLostError, match=r"worker0 has declared worker 1 lost: its host is out"):
+    with pytest.raises(PeerLostError, match="worker0 has declared worker 1 lost: its host is out"):
         waiting.wait()
     released.set()
     raised: list[BaseException | None] = []

@@ -158,13 +158,6 @@ class Membership:
         found = self._by_id.get(worker_id)
         return found.name if found else f"worker {worker_id}"
 
-    def text_of_loss(self, loser: int, lost: int, reason: str) -> str:
-        """What a worker is told that ``loser`` has declared lost."""
-        return (
-            f"{self.name_of(loser)} has declared {self.name_of(lost)} (worker {lost}) lost: {reason}; "
-            f"it must join again"
-        )
-
     def successor(self, worker_id: int) -> WorkerRecord | None:
         """The other worker that has the name of ``worker_id`` now, if any."""
         before = self._by_id.get(worker_id)

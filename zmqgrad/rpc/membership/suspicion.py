@@ -22,6 +22,7 @@ from zmqgrad.rpc.membership.registry import IsAlive, is_alive
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.store import Store
+from zmqgrad.transport.base import text_of_loss
 from zmqgrad.transport.heartbeat.failure_detector import is_on_this_host
 
 logger = logging.getLogger(__name__)
@@ -125,9 +126,10 @@ class Suspicions:
     def _on_accused(self, key: str, old: bytes | None, new: bytes | None) -> None:
         """Called in a thread of the store when another worker has lost this one."""
         if new is not None and not self._worker.closed:
-            accuser, membership = int(key.rpartition("/")[2]), self._worker.membership
+            accuser = int(key.rpartition("/")[2])
             self._accused.add(accuser)  # no need to: it is alive
-            self._worker.lose(accuser, membership.text_of_loss(accuser, self._worker.id, new.decode()))
+            name = self._worker.membership.name_of(accuser)
+            self._worker.lose(accuser, text_of_loss(name, self._worker.id, new.decode()))
             self.refute(accuser)
 
     def contradict(self, peer: int) -> None:
