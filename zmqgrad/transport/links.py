@@ -29,7 +29,7 @@ from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport import local
 from zmqgrad.transport.base import Buffer, PeerAddress, Resolver
 from zmqgrad.transport.heartbeat import SCHEME
-from zmqgrad.transport.local.channels import MAX_NUMBER, channel_endpoint
+from zmqgrad.transport.local.channels import channel_endpoint
 from zmqgrad.transport.local.connection import MAX_AHEAD, PROTOCOL, Hello, LocalConnection, Offer
 from zmqgrad.transport.security import Keys, secure_client
 from zmqgrad.transport.session_socket import SessionSocket
@@ -73,8 +73,8 @@ class Link:
         self.incarnation = 0
         self.local: LocalConnection | None = None
         self.session: SessionSocket | None = None
-        self.channels: dict[int, LocalConnection | None] = {}
-        """Connections to the reply channels of the peer, by number; None: that failed."""
+        self.channels: dict[int, LocalConnection] = {}
+        """Connections to the reply channels of the peer, by number."""
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
@@ -94,7 +94,7 @@ class Link:
 
     def connections(self) -> list[LocalConnection]:
         """Returns the local connections to the peer."""
-        return [each for each in (self.local, *self.channels.values()) if each is not None]
+        return [*([] if self.local is None else [self.local]), *self.channels.values()]
 
     def count(self, first: bytearray, frames: int) -> None:
         """Counts a message that is sent by the session. Called with the lock held."""
@@ -374,10 +374,11 @@ class Links:
             return
         with link.lock:
             for number, channel in link.channels.items():
-                if channel is connection:
-                    link.channels[number] = None
+                if channel is connection:  # another may have the number when it is named next
+                    del link.channels[number]
                     link.messages += connection.sent
                     link.header_bytes += connection.sent_bytes
+                    break
             if self._service is not None and connection.fd >= 0:
                 self._service.unwatch(connection.fd)
             waiting = connection.give_up()
@@ -445,15 +446,12 @@ class Links:
 
     def channel(self, link: Link, number: int) -> LocalConnection | None:
         """Returns the connection to reply channel ``number`` of the peer; None before it is accepted."""
-        try:
-            connection = link.channels[number]
-        except KeyError:
-            connection = self._open_channel(link, number)
+        connection = link.channels.get(number) or self._open_channel(link, number)
         return connection if connection is not None and connection.accepted else None
 
     def _open_channel(self, link: Link, number: int) -> LocalConnection | None:
         # Opening the link starts the heartbeats, so it must be open before any other connection.
-        if number > MAX_NUMBER or link.local is None:
+        if link.local is None:
             return None
         with link.lock:
             if number not in link.channels and not self._closed and not link.ended:
@@ -462,7 +460,8 @@ class Links:
                 except TransportError as e:  # no descriptor is left now
                     logger.debug("%s: a reply goes to the receiver: %s", self._name, e)
                     return None
-                link.channels[number] = opened
+                if opened is not None:  # otherwise the thread has left, and its late reply is read there
+                    link.channels[number] = opened
             return link.channels.get(number)
 
     # ---- the end ----------------------------------------------------------------------------------------

@@ -359,14 +359,22 @@ def test_threads_that_reply_to_an_abandoned_channel_lose_nothing(office: Office)
         assert sorted(inbound.envelope.message_id for inbound in handed) == list(range(30))
 
 
-def test_numbers_are_not_used_again(office: Office) -> None:
-    """A peer may still reply to the former owner of a number."""
-    a, _ = pair(office)
-    seen: list[int] = []
-    while (channel := a.mailbox.acquire_channel(1)) is not None:
+def test_a_number_is_used_again_after_all_others(office: Office) -> None:
+    """Else a program whose calls time out would lose its channels one after another, for good."""
+    a, b = pair(office)
+    seen, read = [], list[Inbound]()
+    for n in range(MAX_NUMBER + 3):
+        channel = channel_to(a)
         seen.append(channel.number)
-        channel.abandon(lambda inbound: None)
-    assert seen == list(range(1, MAX_NUMBER + 1))
+        b.mailbox.send(0, REPLY, n, (), channel.number)  # the peer connects to it
+        channel.abandon(read.append)
+    read += a.take(len(seen) - len(read))
+    assert seen == [*range(1, MAX_NUMBER + 1), 1, 2, 3]
+    assert sorted(inbound.envelope.message_id for inbound in read) == list(range(len(seen)))
+    channel = channel_to(a)
+    assert channel.number == 4
+    open_channel(a, b, channel)
+    channel.release()
 
 
 def test_garbage_at_a_channel_is_counted_and_dropped(office: Office) -> None:

@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 
 from zmqgrad.runtime.polling import SPENT, Wakeup, to_milliseconds
 from zmqgrad.runtime.spinning import SpinBudget, Spinner
@@ -34,7 +35,8 @@ MAX_CHANNELS = 8
 """How many threads of a worker can use channels at a time."""
 
 MAX_NUMBER = 255
-"""Numbers of channels are not used again: a peer that has seen the end of one sends to the receiver."""
+"""What an envelope has room for. The number of a channel that was abandoned is used again after all others:
+a late reply then reaches the thread that has the number, which hands it on."""
 
 Decode = Callable[[bytes, LocalConnection], "Inbound | None"]
 """Decodes a packet; returns None if it is malformed, which is counted."""
@@ -211,8 +213,7 @@ class ReplyChannels:
         # Guards all below. Reentrant, as a finalizer of a port that was forgotten releases its channel.
         self._lock = threading.RLock()
         self._free: list[ReplyChannel] = []
-        self._made = 0
-        self._open = 0
+        self._numbers = cycle(range(1, MAX_NUMBER + 1))
         self._closed = False
         self._all_closed = threading.Condition(self._lock)
 
@@ -222,12 +223,12 @@ class ReplyChannels:
             if self._free:
                 self._spin_budget.waiting += 1
                 return self._free.pop()
-            if self._closed or self._open >= MAX_CHANNELS or self._made >= MAX_NUMBER:
+            if self._closed or len(self._all) >= MAX_CHANNELS:
                 return None
-            self._made += 1
+            used = {channel.number for channel in self._all}
             try:
                 channel = ReplyChannel(
-                    self._made,
+                    next(number for number in self._numbers if number not in used),
                     self._listen,
                     self._endpoint,
                     self._decode,
@@ -237,11 +238,9 @@ class ReplyChannels:
                     self._spin_budget,
                 )
             except OSError as e:
-                self._made = MAX_NUMBER  # it would fail again
                 logger.debug("no more reply channels: %s", e)
                 return None
             self._all.append(channel)
-            self._open += 1
             self._spin_budget.waiting += 1
             return channel
 
@@ -268,7 +267,6 @@ class ReplyChannels:
     def _shut(self, channel: ReplyChannel) -> None:
         channel.close()
         self._all.remove(channel)
-        self._open -= 1
         self._all_closed.notify_all()
 
     def close(self) -> None:
@@ -281,4 +279,4 @@ class ReplyChannels:
     def join(self, seconds: float | None) -> bool:
         """Waits until all are closed. Returns whether that happened within ``seconds``."""
         with self._lock:
-            return self._all_closed.wait_for(lambda: self._open == 0, seconds)
+            return self._all_closed.wait_for(lambda: not self._all, seconds)
