@@ -10,38 +10,21 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import eventually
+from tests.support.workers import WAIT, two_workers
 from tests.transport.test_contract import TcpAlone
 from zmqgrad import rpc
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
-from zmqgrad.rpc.membership.group import make_worker
-from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.mailbox import ZmqMailbox
-
-WAIT = 20.0
 
 
 @pytest.fixture(params=[ZmqMailbox, TcpAlone])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
-    """Two workers of this process, over sockets; the test acts for the first."""
-    options = RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
-    workers = [make_worker(f"worker{n}", n, 2, request.param(f"worker{n}", n), options) for n in range(2)]
-    for worker in workers:
-        for other in workers:
-            worker.membership.learn(other.membership.own)
-        worker.start()
-    token = set_current_worker(workers[0])
+    """Two workers; the test acts for the first."""
     told.clear()
-    try:
+    with two_workers(request.param) as workers:
         yield workers
-    finally:
-        reset_current_worker(token)
-        for worker in workers:
-            worker.close()
-        for worker in workers:
-            assert worker.join(Deadline.after(WAIT)) == []
 
 
 told: list[str] = []

@@ -10,40 +10,22 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import eventually
+from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
 from zmqgrad.errors import RpcError, RpcTimeoutError
 from zmqgrad.rpc import server
-from zmqgrad.rpc.current import current_worker, reset_current_worker, set_current_worker
-from zmqgrad.rpc.membership.group import make_worker
-from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.rref import table
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.mailbox import ZmqMailbox
-
-WAIT = 20.0
-
-OPTIONS = RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
 
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
-    """Two workers of this process, over sockets; the test acts for the first."""
+    """Two workers; the test acts for the first."""
     monkeypatch.setattr(table, "FLUSH_SECONDS", 0.001)
-    workers = [make_worker(f"worker{n}", n, 2, ZmqMailbox(f"worker{n}", n), OPTIONS) for n in range(2)]
-    for worker in workers:
-        for other in workers:
-            worker.membership.learn(other.membership.own)
-        worker.start()
-    token = set_current_worker(workers[0])
-    try:
+    with two_workers() as workers:
         yield workers
-    finally:
-        reset_current_worker(token)
-        for worker in workers:
-            worker.close()
-        for worker in workers:
-            assert worker.join(Deadline.after(WAIT)) == []
 
 
 class Gate:
