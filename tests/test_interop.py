@@ -132,6 +132,14 @@ def test_an_address_where_nothing_listens_and_one_that_does_not_reply(
         assert "`zmqgrad doctor --peer 10.0.0.1:5`" in str(caught.value)
 
 
+def test_a_short_timeout_is_for_waiting_and_not_for_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine torch's client takes a while even to the server of its own process."""
+    monkeypatch.setattr("zmqgrad.interop.torch_store._served", {})  # not kept: it ends with the test
+    served = open_torch_store("127.0.0.1", free_port(), True, Deadline.after(0.0002))
+    served.set("key", "value")
+    assert served.get("key") == b"value"
+
+
 def test_what_is_no_store_of_ours_is_refused() -> None:
     with pytest.raises(TypeError, match="not HashStore"):
         as_torch_store(dist.HashStore())

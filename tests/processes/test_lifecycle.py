@@ -414,18 +414,19 @@ def test_shutdown_when_the_master_is_dead() -> None:
 
 def interrupted(rank: int, where: str) -> tuple[float, list[str]]:
     """Wait where it says, and be interrupted there."""
-    began = 0.0
+    began, pressed = 0.0, threading.Event()
 
     def press_ctrl_c() -> None:
         nonlocal began
         began = MONOTONIC.now()
         os.kill(os.getpid(), signal.SIGINT)
+        pressed.set()
 
     timer = threading.Timer(0.5, press_ctrl_c)
     if where != "init_rpc":
         join(rank)
     with pytest.raises(KeyboardInterrupt):
-        wait_to_be_interrupted(where, rank, timer)
+        wait_to_be_interrupted(where, rank, timer, pressed)
     told_to_go.set()  # what the other one has called ends now, and not before
     if where != "init_rpc" and (where != "shutdown" or rank == 1):
         rpc.shutdown(graceful=False)
@@ -434,13 +435,14 @@ def interrupted(rank: int, where: str) -> tuple[float, list[str]]:
     return seconds, what_is_open()[0]
 
 
-def wait_to_be_interrupted(where: str, rank: int, timer: threading.Timer) -> None:
+def wait_to_be_interrupted(where: str, rank: int, timer: threading.Timer, pressed: threading.Event) -> None:
     timer.start()
     try:
         wait_in(where, rank)
     except PeerLostError:
         pass  # the other one was interrupted first, and has gone
-    threading.Event().wait(20)  # our turn comes
+    # Our turn comes. A signal does not end a wait that Python is just about to begin, but the event does.
+    pressed.wait(20)
 
 
 def wait_in(where: str, rank: int) -> None:

@@ -34,6 +34,9 @@ GREETING_SECONDS = 0.005
 IDENTIFY_AFTER_SECONDS = 1.0
 """How long torch's client may be silent before the server is probed for its kind."""
 
+OWN_CONNECTION = timedelta(seconds=30)
+"""How long torch's client may take to connect to the server that listens in this process."""
+
 _served: dict[int, Any] = {}
 """Stores of torch's that this process serves as rank 0, by port.
 
@@ -65,6 +68,7 @@ def _serve_torch_store(host: str, port: int, timeout: timedelta) -> Any:
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     try:
         options["master_listen_fd"] = listen(host, port).detach()
+        timeout = max(timeout, OWN_CONNECTION)  # it has not begun to wait for others
     except OSError as e:
         if e.errno != errno.EADDRINUSE:
             raise StoreError(f"rank 0 cannot listen on {host}:{port}: {e.strerror or e}") from e
