@@ -185,9 +185,9 @@ def test_trainers_use_a_learning_rate_that_changes(backend: str, tmp_path: Path)
 @pytest.mark.parametrize("name", ["reinforcement_learning.py", "batch_reinforcement_learning.py"])
 def test_the_pole_stays_upright_for_longer(name: str) -> None:
     """The decisions are the same over both RPCs, as the random numbers are."""
-    outputs = [run_example(name, backend) for backend in BACKENDS]
+    outputs = [run_example(name, "zmqgrad"), run_example(name, "torch", "--iterations", 3)]
     lengths = [[float(n) for n in re.findall(r"episode +([\d.]+)", output)] for output in outputs]
-    assert lengths[0] == pytest.approx(lengths[1], rel=0.05)
+    assert lengths[0][:3] == pytest.approx(lengths[1], rel=0.05)
     assert sum(lengths[0][-3:]) > 2.5 * sum(lengths[0][:3])
 
 
