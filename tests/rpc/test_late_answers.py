@@ -12,12 +12,14 @@ import pytest
 from tests.support.waiting import eventually
 from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
-from zmqgrad.errors import RpcError, RpcTimeoutError
+from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError
 from zmqgrad.rpc import server
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.rref import table
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.base import Handler, OnEnd, PeerEnd, Resolver
+from zmqgrad.transport.mailbox import ZmqMailbox
 
 
 @pytest.fixture
@@ -122,3 +124,30 @@ def test_a_call_that_begins_while_its_worker_shuts_down_fails(
     monkeypatch.setattr(worker.client.pending, "add", closed_before)
     with pytest.raises(RpcError, match="worker0 has been shut down"):
         rpc.rpc_sync("worker1", current_worker, timeout=0)
+
+
+def test_a_call_between_the_end_of_a_peer_and_word_of_it_names_the_loss() -> None:
+    """The link takes nothing more before the worker is told that the peer is lost."""
+    ended, go_on = threading.Event(), threading.Event()
+
+    class Held(ZmqMailbox):
+        """Its worker is told late."""
+
+        def start(self, handler: Handler, resolve: Resolver, pool: Any, on_end: OnEnd, *args: Any) -> None:
+            def held(end: PeerEnd) -> None:
+                if self.worker_id == 0:
+                    ended.set()
+                    assert go_on.wait(WAIT)
+                on_end(end)
+
+            super().start(handler, resolve, pool, held, *args)
+
+    with two_workers(Held) as workers:
+        assert rpc.rpc_sync("worker1", len, args=("abc",)) == 3
+        workers[0].lose(1, "it fell over")
+        try:
+            assert ended.wait(WAIT)
+            with pytest.raises(PeerLostError, match=r"worker1 .worker 1. is gone: .*it fell over"):
+                rpc.rpc_sync("worker1", len, args=("abc",))
+        finally:
+            go_on.set()

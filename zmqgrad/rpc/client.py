@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from zmqgrad import environment
 from zmqgrad.errors import (
+    ClosedError,
     CongestionError,
     PeerLostError,
     RpcError,
@@ -247,6 +248,8 @@ class Client:
             self._worker.lose(call.peer, str(error))
         if isinstance(error, TransportError) and call.peer in self._lost:
             return self._worker.loss_of(call.peer, call.describe())
+        if isinstance(error, ClosedError) and not self._worker.closed:  # of its end we are to be told next
+            return self._worker.loss_of(call.peer, call.describe(), str(error))
         if isinstance(error, CongestionError):
             return RpcTimeoutError(f"{self._timeout_error(call)}: it was not sent, for {error}")
         return error

@@ -89,10 +89,10 @@ class WorkerCore(ABC):
     def lose(self, peer: int, reason: str) -> None:
         """Declare ``peer`` lost: fail what waits for it and cancel what it requested."""
 
-    def loss_of(self, peer: int, description: str) -> PeerLostError:
-        """The error for a request described by ``description`` to a lost peer."""
+    def loss_of(self, peer: int, description: str, reason: str = "") -> PeerLostError:
+        """The error for a request described by ``description`` to a lost peer; by default with its reason."""
         return PeerLostError(
-            f"{self.membership.name_of(peer)} (worker {peer}) is gone: {self.lost[peer]}; "
+            f"{self.membership.name_of(peer)} (worker {peer}) is gone: {reason or self.lost[peer]}; "
             f"{description} gets no reply"
         )
 
