@@ -231,6 +231,7 @@ def test_a_dead_worker_is_evicted_for_all(town: Town) -> None:
     eventually(lambda: names_known_to(c), lambda names: names == ["a", "c"])
     with acting(c), pytest.raises(PeerLostError, match="its process has ended"):
         rpc.rpc_sync("b", where)
+    eventually(lambda: 1 in c.worker.lost)  # of which c is told behind what has arrived from it
     with acting(c), pytest.raises(PeerLostError, match="lost with b"):
         kept.to_here()
     b = town.join("b")
