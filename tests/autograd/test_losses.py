@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -18,6 +19,7 @@ from zmqgrad.autograd.context import MAX_ENDED_PASSES
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError, PeerLostError, RpcError
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.testing.faults import Hold
 from zmqgrad.wire.messages import MessageType
@@ -74,6 +76,29 @@ def test_a_pass_ends_that_others_take_to_a_worker_that_was_lost_before(c3: Clust
         c3.workers[0].lose(2, "its process has ended")
         with pytest.raises(PeerLostError, match=r"worker2 .* is gone: its process has ended"):
             backward(ctx, [loss])
+
+
+def test_what_came_with_gradients_is_known_before_the_loss_of_their_sender() -> None:
+    """Worker 1 has done its part. That its gradients still wait for a thread here changes nothing."""
+    may_go_on = threading.Event()
+    x = leaf(3)
+    with cluster(2, RpcBackendOptions(num_worker_threads=1, rpc_timeout=20.0)) as c2, context() as ctx:
+        loss = rpc.rpc_sync(1, double, (x,)).sum()
+        server = c2.workers[0].server
+        c2.workers[0].submit(functools.partial(may_go_on.wait, 20.0))
+        before = server.served
+
+        def lose_when_arrived() -> None:
+            eventually(lambda: server.served, lambda served: served > before, 20.0)
+            c2.workers[0].lose(1, "its process has ended")
+            eventually(lambda: 1 in c2.workers[0].lost, bool, 20.0)
+            may_go_on.set()
+
+        thread = threading.Thread(target=lose_when_arrived)
+        thread.start()
+        backward(ctx, [loss])
+        thread.join(20.0)
+        assert get_gradients(ctx)[x].item() == 2
 
 
 @pytest.mark.parametrize("mode", ["smart", "auto"])

@@ -92,6 +92,8 @@ class Server:
         if handler is None:
             self.repeats.warning(f"{self._worker.name}: no handler for {type(inbound.message).__name__}")
             return None
+        if (take_report := self._hooks.reports.get(kind)) is not None:
+            take_report(inbound)
         payload = getattr(getattr(inbound.message, "wrapped", inbound.message), "payload", None)
         if payload is not None and payload.forks:
             self._references.register(payload.forks)

@@ -143,6 +143,7 @@ class Coordinator:
         while (inbound := self._port.receive(finished, until)) is not None:
             message = inbound.message
             if isinstance(message, BackwardAutogradReq) and message.pass_id == self.id:
+                self._participant.take_report(inbound)
                 self._port.settle()  # what follows may wait for a peer that ends
                 worker.server.serve_here(self._participant.on_backward, inbound)
             else:

@@ -75,6 +75,7 @@ class Participant:
         """Register the handlers of backward messages with the worker."""
         hooks = self._worker.hooks
         hooks.requests[MessageType.BACKWARD_AUTOGRAD_REQ] = self.on_backward
+        hooks.reports[MessageType.BACKWARD_AUTOGRAD_REQ] = self.take_report
         hooks.requests[MessageType.DISCOVER_AUTOGRAD_REQ] = self.on_discover
         hooks.requests[MessageType.DROP_AUTOGRAD_REQ] = self.on_drop
         hooks.control[MessageType.BACKWARD_AUTOGRAD_RESP] = self.on_report
@@ -138,7 +139,10 @@ class Participant:
     # ---- requests of any pass ---------------------------------------------------------------------------
 
     def on_backward(self, inbound: Inbound) -> None:
-        """Handle gradients for sends of this worker; in a profiled pass, let its own thread do so."""
+        """Handle gradients for sends of this worker; in a profiled pass, let its own thread do so.
+
+        What they report was taken before (:meth:`take_report`).
+        """
         message = inbound.message
         assert isinstance(message, BackwardAutogradReq)
         inbox = self._inboxes.get(message.pass_id)
@@ -167,9 +171,6 @@ class Participant:
         except Exception as e:
             self._report_rejected(message.root, message.pass_id, [send for send, _ in message.sends], e)
             return
-        finally:
-            if message.handled is not None:
-                self._count(message.pass_id, message.handled)
         may_join = self._is_heavy() and self._may_help(message.pass_id) and not local_pass.recomputes
         if consumes or (may_join and local_pass.queue.help()):
             self._consume(local_pass, message.pass_id, message.root, inbound.envelope.channel)
@@ -284,6 +285,13 @@ class Participant:
         """Serialize an error of this worker for the coordinator of a pass."""
         members = self._worker.membership
         return describe_failure(error, self.worker_id, repr(members.own.info), members.runs_the_same(root))
+
+    def take_report(self, inbound: Inbound) -> None:
+        """Record the report that came with gradients, whoever is to handle these, and however late."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradReq)
+        if message.handled is not None:
+            self._count(message.pass_id, message.handled)
 
     def on_report(self, inbound: Inbound) -> None:
         """Record what another worker has handled of a pass that began here. Runs in the receiver thread."""
