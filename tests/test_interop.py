@@ -180,6 +180,10 @@ def _reduce_by_both(rank: int, port: int) -> list[float]:
             dist.barrier()
             dist.destroy_process_group()
             store.barrier("left", 2)
+        if rank:  # the other one closes the store then; it may be first to leave a barrier
+            store.set("done", "")
+        else:
+            store.wait(["done"])
     return sums
 
 

@@ -54,8 +54,8 @@ class Hooks:
     requests: dict[MessageType, RequestHandler] = field(default_factory=dict)
     control: dict[MessageType, RequestHandler] = field(default_factory=dict)
     reports: dict[MessageType, RequestHandler] = field(default_factory=dict)
-    """Takes what a request reports of its sender, in the thread that has read it: before the request is served,
-    and before the end of its sender is known. Must be quick."""
+    """Takes what a request reports of its sender, in the thread that has read it: before the request is
+    served, and before the end of its sender is known. Must be quick."""
     request_unwrappers: dict[int, Unwrapper] = field(default_factory=dict)
     response_unwrappers: dict[MessageType, Unwrapper] = field(default_factory=dict)
     request_interceptor: RequestInterceptor | None = None

@@ -343,7 +343,8 @@ class Store(ABC):
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Wait until this was called ``world_size`` times with ``key``. Reusable.
 
-        After a timeout use another key, because the calls so far remain counted.
+        After a timeout use another key, because the calls so far remain counted. Who serves the store must
+        not close it right behind a barrier: others may not have heard yet that it is complete.
 
         Raises:
             StoreTimeoutError: if fewer did within ``timeout`` (None: the store's own).
