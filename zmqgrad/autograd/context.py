@@ -298,8 +298,9 @@ class Contexts:
     """
 
     def __init__(self, tracer: Callable[[], Tracer | None] = lambda: None) -> None:
-        self._lock = threading.Lock()  # guards both
+        self._lock = threading.Lock()  # guards all below
         self._live: dict[int, Context] = {}
+        self._lost: set[int] = set()  # workers
         self._released: OrderedDict[int, None] = OrderedDict()
         self._tracer = tracer
 
@@ -315,14 +316,24 @@ class Contexts:
             return self._created(context_id)
 
     def get_or_create(self, context_id: int) -> Context | None:
-        """Return the context of a message, created if need be; None if it was released before."""
+        """Return the context of a message, created if need be.
+
+        None if it was released before, or the worker that began it is lost: nobody would release it.
+        """
         with self._lock:
             if context_id in self._released:
                 return None
             context = self._live.get(context_id)
             if context is None:
+                if split_id(context_id)[0] in self._lost:
+                    return None
                 context = self._created(context_id)
             return context
+
+    def lose(self, worker: int) -> None:
+        """Create no more contexts that ``worker``, which is lost, has begun."""
+        with self._lock:
+            self._lost.add(worker)
 
     def get(self, context_id: int) -> Context | None:
         """Return a context, or None if it is not known."""

@@ -95,7 +95,6 @@ class Releases:
         assert isinstance(message, CleanupAutogradContextReq)
         if self._closed:
             return  # everything is forgotten
-        self._worker.reply(inbound, CleanupAutogradContextResp())
         source = inbound.envelope.source
         for context_id in message.contexts:
             self.release(context_id, source)
@@ -106,9 +105,11 @@ class Releases:
             context = self._contexts.get(context_id)
             if context is not None:
                 self.end_passes(context, numbers, source)
+        self._worker.reply(inbound, CleanupAutogradContextResp())  # last: the sender may be lost meanwhile
 
     def peer_lost(self, peer: int, error: BaseException) -> None:
         """Release the contexts that ``peer`` created; query the creators of those in which it took part."""
+        self._contexts.lose(peer)
         queries: dict[int, list[int]] = {}
         for context in self._contexts.live():
             creator, _ = split_id(context.id)
@@ -138,7 +139,8 @@ class Releases:
         for context_id in contexts:
             if context_id in live:
                 live[context_id].add_peer(requester)
-        return [context_id for context_id in contexts if context_id not in live]
+        # Looked up last: a release from now on finds the requester among the peers.
+        return [each for each in contexts if each not in live or live[each].released]
 
     def close(self) -> None:
         """Forget all contexts."""

@@ -13,6 +13,7 @@ from zmqgrad.errors import RpcError
 from zmqgrad.rpc.client import Client
 from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.functions import DeferredResult, check_operator, check_result
+from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.peer_contexts import PeerContexts
 from zmqgrad.rpc.profiling import callee_range
@@ -134,6 +135,7 @@ class Callee:
 
     def _await(self, inbound: Inbound, value: DeferredResult, finish: Callable[[], None]) -> None:
         """Call ``finish`` when ``value`` is done, with the context variables of the calling thread."""
+        request = served()
         context = contextvars.copy_context()
 
         def reply() -> None:
@@ -141,8 +143,13 @@ class Callee:
                 finish()
             except BaseException as e:
                 self._server.reply_error(inbound, e)
+            finally:
+                if request is not None:
+                    self._server.in_flight.end(request)
 
         value.when_done(lambda: context.run(reply))
+        if request is not None:
+            request.is_deferred = True  # if that has failed, the reply is an error, sent at once
 
     def _decode(
         self, inbound: Inbound, call: Call | RemoteCall, tensors: list[torch.Tensor] | None

@@ -246,13 +246,19 @@ class Client:
         """The exception for the caller when ``error`` prevented ``call`` from being sent."""
         if isinstance(error, UnknownPeerError):  # it ended before the first message to it
             self._worker.lose(call.peer, str(error))
-        if isinstance(error, TransportError) and call.peer in self._lost:
-            return self._worker.loss_of(call.peer, call.describe())
-        if isinstance(error, ClosedError) and not self._worker.closed:  # of its end we are to be told next
-            return self._worker.loss_of(call.peer, call.describe(), str(error))
+        if (loss := self._loss_behind(error, call.peer, call.describe())) is not None:
+            return loss
         if isinstance(error, CongestionError):
             return RpcTimeoutError(f"{self._timeout_error(call)}: it was not sent, for {error}")
         return error
+
+    def _loss_behind(self, error: BaseException, peer: int, what: str) -> PeerLostError | None:
+        """The loss of ``peer`` that is behind ``error``, with which ``what`` could not be sent, if any."""
+        if isinstance(error, TransportError) and peer in self._lost:
+            return self._worker.loss_of(peer, what)
+        if isinstance(error, ClosedError) and not self._worker.closed:  # of its end we are to be told next
+            return self._worker.loss_of(peer, what, str(error))
+        return None
 
     def post(self, peer: int, message: Message, frames: Sequence[Frame] = (), port: int = 0) -> None:
         """Send a message that has no reply to this worker.
@@ -262,6 +268,7 @@ class Client:
 
         Raises:
             NotInitializedError: if the worker is closed.
+            PeerLostError: if the peer is lost.
             RpcTimeoutError: if too many bytes stay in flight to the peer.
             TransportError: if the message cannot be sent.
         """
@@ -271,6 +278,10 @@ class Client:
             self._mailbox.send(peer, message, self._next_id(), frames, port, self._worker.default_timeout)
         except CongestionError as e:
             raise RpcTimeoutError(str(e)) from e
+        except TransportError as e:
+            if (loss := self._loss_behind(e, peer, type(message).__name__)) is None:
+                raise
+            raise loss from e
         self.sent += 1
 
     # ---- replies ----------------------------------------------------------------------------------------
@@ -281,6 +292,9 @@ class Client:
         if call is None:
             self._references.release_unread(inbound)
             return
+        payload = getattr(getattr(inbound.message, "wrapped", inbound.message), "payload", None)
+        if payload is not None and payload.forks:  # it may be read much later
+            self._references.register(payload.forks)
         if call.future is not None:
             call.future.batched = True
         call.promise.set_result(inbound)

@@ -19,7 +19,7 @@ from zmqgrad.transport.base import Inbound
 class InFlightRequest:
     """One request of a peer, from its arrival to its reply."""
 
-    __slots__ = ("cancelled", "clock", "deadline", "message_id", "source")
+    __slots__ = ("cancelled", "clock", "deadline", "is_deferred", "message_id", "source")
 
     def __init__(self, source: int, message_id: int, deadline: float, clock: Clock) -> None:
         self.source = source
@@ -27,6 +27,8 @@ class InFlightRequest:
         self.deadline = deadline
         self.clock = clock
         self.cancelled = False
+        self.is_deferred = False
+        """Whether the function has returned a future, by which the reply is sent later."""
 
     def is_over(self) -> bool:
         """Whether the caller has stopped waiting."""
@@ -71,18 +73,27 @@ class InFlightRequests:
         return request
 
     def end(self, request: InFlightRequest) -> None:
-        """Remove a request that has been replied to, or will be without the thread that ran it."""
+        """Remove a request that has been replied to."""
         self._requests.pop(request.message_id, None)
+        self._notify()
+
+    def _notify(self) -> None:
         if self._awaited:
             with self._ended:
                 self._ended.notify_all()
 
     def wait_ended(self, requests: Sequence[InFlightRequest], deadline: Deadline) -> bool:
-        """Wait until all of ``requests`` have ended. Returns False if ``deadline`` passes first."""
+        """Wait until all of ``requests`` have ended. Returns False if ``deadline`` passes first.
+
+        The future of one whose caller has stopped waiting is not waited for.
+        """
         self._awaited = True
         with self._ended:
             return self._ended.wait_for(
-                lambda: not any(self._requests.get(r.message_id) is r for r in requests),
+                lambda: not any(
+                    self._requests.get(r.message_id) is r and not (r.is_deferred and r.cancelled)
+                    for r in requests
+                ),
                 deadline.timeout(),
             )
 
@@ -91,12 +102,14 @@ class InFlightRequests:
         request = self._requests.get(message_id)
         if request is not None and request.source == source:
             request.cancelled = True
+            self._notify()
 
     def lose(self, peer: int) -> None:
         """Cancel the requests of a lost peer."""
         for request in list(self._requests.values()):
             if request.source == peer:
                 request.cancelled = True
+        self._notify()
 
     def all(self) -> list[InFlightRequest]:
         """A list of all requests in flight."""
@@ -113,6 +126,11 @@ end_serving: Callable[[Token[InFlightRequest | None]], None] = _serving.reset
 """Restores the request that the calling thread served before."""
 
 
+def served() -> InFlightRequest | None:
+    """The request that the calling thread serves."""
+    return _serving.get()
+
+
 def time_left() -> float:
     """Seconds left of the call that the calling thread serves.
 
@@ -120,13 +138,13 @@ def time_left() -> float:
         0 once its caller has stopped waiting (timeout, cancellation, loss); infinite if the call has no time
         limit, and outside of calls.
     """
-    request = _serving.get()
+    request = served()
     return math.inf if request is None else request.left()
 
 
 def is_serving() -> bool:
     """Whether the calling thread serves a call."""
-    return _serving.get() is not None
+    return served() is not None
 
 
 def cancelled() -> bool:
@@ -137,5 +155,5 @@ def cancelled() -> bool:
     Returns:
         True once the time of the call is over, or its caller stopped waiting or died. False outside of calls.
     """
-    request = _serving.get()
+    request = served()
     return request is not None and request.is_over()

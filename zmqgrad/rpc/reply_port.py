@@ -74,8 +74,11 @@ class ReplyPort:
             while not promise.done():
                 left = None if deadline == math.inf else max(0.0, deadline - now())
                 inbound = channel.receive(left)
-                if inbound is not None or left == 0.0:
+                if inbound is not None:
                     return inbound
+                if left == 0.0:
+                    break
+        channel.settle()  # the caller waits for something else next, which may be the end of a peer
         return None
 
     def settle(self) -> None:

@@ -160,7 +160,7 @@ class Server:
         finally:
             if tracer is not None:
                 tracer.request_finished(envelope.source, envelope.message_id, failed)
-            if request is not None:
+            if request is not None and not request.is_deferred:
                 self.in_flight.end(request)
             end_serving(token)
 

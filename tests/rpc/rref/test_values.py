@@ -16,6 +16,10 @@ VALUE = join_id(MAKER, 7)
 FORK, CHILD = join_id(MAKER, 8), join_id(OTHER, 1)
 
 
+def lost(value: int) -> RuntimeError:
+    return RuntimeError(f"lost: {value}")
+
+
 @pytest.fixture
 def values() -> OwnedValues:
     return OwnedValues("owner")
@@ -61,7 +65,7 @@ def test_a_fork_that_was_lent_again_keeps_the_value(values: OwnedValues) -> None
 
 def test_the_lost_take_their_forks_along_and_get_no_more(values: OwnedValues) -> None:
     made = values.create_pending(MAKER, VALUE, FORK)
-    assert values.lose(MAKER) == {}
+    values.lose(MAKER, lost)
     assert not values.share(VALUE, made, join_id(0, 1), MAKER)
     assert values.statistics() == {"owner_rrefs": 1, "forks": 0}, "a child of its fork may still register"
     assert values.expire(MAKER) == [DropValue(VALUE)]
@@ -69,7 +73,38 @@ def test_the_lost_take_their_forks_along_and_get_no_more(values: OwnedValues) ->
 
 def test_what_the_lost_should_have_made_is_orphaned(values: OwnedValues) -> None:
     asked = values.find(VALUE)
-    assert values.lose(MAKER) == {VALUE: asked}
+    values.lose(MAKER, lost)
+    assert str(asked.exception()) == f"lost: {VALUE}"
+    assert values.statistics() == {"owner_rrefs": 0, "forks": 0}
+
+
+def test_what_the_lost_should_have_made_fails_also_who_asks_later(values: OwnedValues) -> None:
+    values.lose(MAKER, lost)
+    for promise in (values.find(VALUE), values.find(VALUE)):
+        assert str(promise.exception()) == f"lost: {VALUE}"
+    assert values.statistics() == {"owner_rrefs": 0, "forks": 0}
+    values.note(VALUE, CHILD, OTHER)
+    assert values.find(VALUE).done()
+    assert values.delete([(VALUE, CHILD)]) == [DropValue(VALUE)]
+
+
+def test_a_call_that_has_arrived_makes_its_value_though_its_maker_is_lost(values: OwnedValues) -> None:
+    """It runs late. A child of the maker's fork may register until the grace time is over."""
+    values.lose(MAKER, lost)
+    made = values.create_pending(MAKER, VALUE, FORK)
+    made.set_result("it")
+    values.value_ready(VALUE)
+    values.note(VALUE, CHILD, OTHER)
+    assert values.value(VALUE, timeout=0.0) == "it"
+    assert values.expire(MAKER) == []
+    assert values.delete([(VALUE, CHILD)]) == [DropValue(VALUE)]
+
+
+def test_after_the_grace_time_a_fork_of_the_lost_keeps_nothing(values: OwnedValues) -> None:
+    values.lose(MAKER, lost)
+    values.expire(MAKER)
+    values.create_pending(MAKER, VALUE, FORK).set_result("it")
+    values.value_ready(VALUE)
     assert values.statistics() == {"owner_rrefs": 0, "forks": 0}
 
 

@@ -310,10 +310,11 @@ class Participant:
 
     def _monitor(self, worker: int, detector: TerminationDetector) -> None:
         """Make sure that the loss of ``worker``, which others sent a request to, is noticed here."""
-        if worker in self._worker.lost:
+        self._monitored.add(worker)
+        if worker in self._worker.lost:  # looked up last: a loss from now on finds both
+            self._monitored.discard(worker)
             detector.lose(worker, self._worker.loss_of(worker, "its part of a backward pass"))
             return
-        self._monitored.add(worker)
         try:
             self._worker.submit(functools.partial(self._monitor_connection, worker))
         except ClosedError:

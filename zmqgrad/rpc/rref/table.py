@@ -287,13 +287,13 @@ class ReferenceTable:
 
     def peer_lost(self, peer: int) -> None:
         """Drop the references to values of a lost peer; drop its forks after the grace time."""
-        orphans = self._owned.lose(peer)
+        self._owned.lose(
+            peer, lambda value: self._worker.loss_of(peer, f"the call that makes value {show_id(value)}")
+        )
         with self._lock:
             self._lost.add(peer)
             self._views.pop(peer, None)
             self._user.lose(peer)
-        for rref_id, promise in orphans.items():
-            promise.set_exception(self._worker.loss_of(peer, f"the call that makes value {show_id(rref_id)}"))
         self._worker.timer.call_later(ORPHAN_GRACE_SECONDS, partial(self._expire, peer))
 
     def _expire(self, peer: int) -> None:

@@ -11,7 +11,7 @@ what they drop, to the caller. Thread-safe; the lock is never held while a user'
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from zmqgrad.errors import RpcTimeoutError, RRefError
@@ -35,7 +35,9 @@ class OwnedValues:
         # not registered yet, so they are not dropped when the other forks are deleted.
         self._awaited: set[int] = set()
         self._forks = OwnerForks()
-        self._lost: set[int] = set()  # lost workers; ids are never reused
+        # By lost worker, whose id is never reused: the error of a value that it should have had made.
+        self._lost: dict[int, Callable[[int], BaseException]] = {}
+        self._expired: set[int] = set()  # those lost so long ago that their forks are removed
         self._closed = False
 
     # ---- values -----------------------------------------------------------------------------------------
@@ -47,17 +49,27 @@ class OwnedValues:
             RRefError: if the value was dropped, or if this worker was shut down.
         """
         with self._lock:
-            if rref_id in self._dropped:
-                raise RRefError(f"value {show_id(rref_id)} of {self._name} is gone: nothing referred to it")
-            promise = self._values.get(rref_id)
-            if promise is None and self._closed:  # the call arrived during close()
-                raise self._never_made()
-            return self._await(rref_id) if promise is None else promise
+            return self._find(rref_id) or self._await(rref_id)
+
+    def _find(self, rref_id: int) -> Promise[Any] | None:
+        """The promise of ``rref_id``, if there is one. Called with the lock held; raises as :meth:`find`."""
+        if rref_id in self._dropped:
+            raise RRefError(f"value {show_id(rref_id)} of {self._name} is gone: nothing referred to it")
+        promise = self._values.get(rref_id)
+        if promise is None and self._closed:  # the call arrived during close()
+            raise self._never_made()
+        return promise
 
     def _await(self, rref_id: int) -> Promise[Any]:
-        """A new promise of a value that will be created. Called with the lock held."""
-        self._awaited.add(rref_id)
-        promise = self._values[rref_id] = Promise()
+        """A new promise of a value whose call has not arrived. Called with the lock held."""
+        promise: Promise[Any] = Promise()
+        lost = self._lost.get(split_id(rref_id)[0])
+        if lost is None:
+            self._awaited.add(rref_id)
+        else:  # nothing more arrives from it
+            promise.set_exception(lost(rref_id))
+        if lost is None or self._forks.knows(rref_id):
+            self._values[rref_id] = promise
         return promise
 
     def create_pending(self, holder: int, rref_id: int, fork_id: int) -> Promise[Any]:
@@ -66,10 +78,13 @@ class OwnedValues:
         Raises:
             RRefError: as :meth:`find`.
         """
-        promise = self.find(rref_id)
         with self._lock:
+            promise = self._find(rref_id)
+            if promise is None:
+                promise = self._values[rref_id] = Promise()
             self._awaited.discard(rref_id)
-            if fork_id and holder not in self._lost:
+            # Also of a holder that was lost a moment ago: children of the fork may still register.
+            if fork_id and holder not in self._expired:
                 self._forks.note(rref_id, fork_id, holder)
         return promise
 
@@ -136,20 +151,26 @@ class OwnedValues:
 
     # ---- ending -----------------------------------------------------------------------------------------
 
-    def lose(self, peer: int) -> dict[int, Promise[Any]]:
-        """Note that ``peer`` is lost; its forks stay. Returns the promises that no call will set."""
+    def lose(self, peer: int, error_of: Callable[[int], BaseException]) -> None:
+        """Note that ``peer`` is lost; its forks stay. Values of which its call has not arrived fail.
+
+        Args:
+            error_of: the error of a value, by its id.
+        """
         with self._lock:
-            self._lost.add(peer)
+            self._lost[peer] = error_of
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
             self._awaited -= orphans.keys()
             for rref_id in orphans:
                 if not self._forks.knows(rref_id):
                     del self._values[rref_id]
-        return orphans
+        for rref_id, promise in orphans.items():
+            promise.set_exception(error_of(rref_id))
 
     def expire(self, peer: int) -> list[Effect]:
         """Remove the forks of ``peer``, which was lost ``ORPHAN_GRACE_SECONDS`` ago."""
         with self._lock:
+            self._expired.add(peer)
             return self._forks.expire(peer)
 
     def close(self) -> None:

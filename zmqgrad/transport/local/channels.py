@@ -250,13 +250,13 @@ class ReplyChannels:
 
     def take_back(self, channel: ReplyChannel) -> None:
         """Makes ``channel``, whose owner has left, available to others."""
+        channel.settle()  # before another thread can own it
         with self._lock:
             self._spin_budget.waiting -= 1
             if self._closed:
                 self._shut(channel)
             else:
                 self._free.append(channel)
-        channel.settle()
 
     def drop(self, channel: ReplyChannel) -> None:
         """Closes ``channel``, whose owner has abandoned it."""
