@@ -15,13 +15,14 @@ from tests.autograd.contexts import known_by, wait_until_known_by
 from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.autograd.context import MAX_ENDED_PASSES
+from zmqgrad.autograd.context import MAX_ENDED_PASSES, Contexts
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError, PeerLostError, RpcError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.testing.faults import Hold
+from zmqgrad.wire.ids import join_id
 from zmqgrad.wire.messages import MessageType
 
 # Outcomes of calls to workers that are lost only for some are nobody's any more.
@@ -99,6 +100,22 @@ def test_what_came_with_gradients_is_known_before_the_loss_of_their_sender() -> 
         backward(ctx, [loss])
         thread.join(20.0)
         assert get_gradients(ctx)[x].item() == 2
+
+
+def test_gradients_that_cannot_be_sent_to_a_lost_worker_name_its_loss(c3: Cluster) -> None:
+    with context() as ctx:
+        loss = rpc.rpc_sync(1, double, (leaf(1),)).sum()
+        c3.workers[0].lose(1, "its process has ended")
+        eventually(lambda: 1 in c3.workers[0].lost, bool)
+        with pytest.raises(PeerLostError, match=r"worker1 .* is gone: its process has ended"):
+            backward(ctx, [loss])
+
+
+def test_no_context_begins_when_the_worker_that_began_it_is_lost() -> None:
+    contexts = Contexts()
+    contexts.lose(1)
+    assert contexts.get_or_create(join_id(1, 7)) is None
+    assert contexts.get_or_create(join_id(2, 7)) is not None
 
 
 @pytest.mark.parametrize("mode", ["smart", "auto"])

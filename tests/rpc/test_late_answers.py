@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+import zmqgrad.autograd as dist_autograd
 from tests.support.waiting import eventually
 from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
@@ -18,8 +20,9 @@ from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.rref import table
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.base import Handler, OnEnd, PeerEnd, Resolver
+from zmqgrad.transport.base import Handler, Inbound, OnEnd, PeerEnd, Resolver
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.wire.messages import MessageType
 
 
 @pytest.fixture
@@ -108,6 +111,37 @@ def test_a_reply_that_arrived_before_its_sender_was_lost(pair: list[Worker]) -> 
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
     worker.lose(1, "its process has ended")
     assert worker.decode(worker.wait(call)) == 4
+
+
+_made: list[torch.Tensor] = []
+
+
+def make(x: torch.Tensor) -> None:
+    """What :func:`times` multiplies."""
+    _made.append(x * 2)
+
+
+def times(factor: float) -> torch.Tensor:
+    """Has a graph in common with the other calls."""
+    return _made[-1] * factor
+
+
+def test_the_end_of_a_worker_is_noticed_while_a_pass_asks_what_will_never_arrive() -> None:
+    """Its last report was read at the reply channel, where its end then stays until the channel is left."""
+    with two_workers() as workers, dist_autograd.context() as context:
+        threads: list[threading.Thread] = []
+
+        def end(_: Inbound) -> None:
+            threads.append(threading.Thread(target=workers[1].close))
+            threads[0].start()
+
+        workers[1].hooks.requests[MessageType.DISCOVER_AUTOGRAD_REQ] = end
+        rpc.rpc_sync(1, make, (torch.ones(2, requires_grad=True),))
+        loss, _ = rpc.rpc_sync(1, times, (3.0,)).sum(), rpc.rpc_sync(1, times, (4.0,))
+        with pytest.raises(PeerLostError, match="worker1"):
+            dist_autograd.backward(context, [loss])
+        threads[0].join(WAIT)
+        _made.clear()
 
 
 def test_a_call_that_begins_while_its_worker_shuts_down_fails(

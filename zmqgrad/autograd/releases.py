@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from zmqgrad.autograd.context import Context, Contexts
-from zmqgrad.errors import RpcError, TransportError
+from zmqgrad.errors import ClosedError, RpcError, TransportError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Promise
@@ -118,7 +119,10 @@ class Releases:
             elif creator != self._worker.id and peer in context.peers():
                 queries.setdefault(creator, []).append(context.id)
         for creator, contexts in queries.items():
-            self._query(creator, contexts)
+            try:
+                self._worker.submit(partial(self._query, creator, contexts))  # it may have to ask the store
+            except ClosedError:
+                logger.debug("the contexts end with this worker")
 
     def _query(self, creator: int, contexts: list[int]) -> None:
         def on_reply(reply: Promise[Inbound]) -> None:

@@ -90,9 +90,11 @@ class InFlightRequests:
         self._awaited = True
         with self._ended:
             return self._ended.wait_for(
-                lambda: not any(
-                    self._requests.get(r.message_id) is r and not (r.is_deferred and r.cancelled)
-                    for r in requests
+                lambda: (
+                    not any(
+                        self._requests.get(r.message_id) is r and not (r.is_deferred and r.cancelled)
+                        for r in requests
+                    )
                 ),
                 deadline.timeout(),
             )

@@ -125,8 +125,7 @@ class Worker(WorkerCore):
         for callback in self.hooks.peer_lost:
             callback(peer, self.loss_of(peer, "a part of it"))
         record = self.membership.find_known(peer)
-        if record is not None:  # on_loss callbacks get only workers that were known to have joined
-            self.events.lost(record.info, reason)
+        self.events.lost(peer, None if record is None else record.info, reason)
 
     # ---- start and end ----------------------------------------------------------------------------------
 

@@ -384,7 +384,9 @@ class Endpoint:
                 path.stop_receiving()
             elif isinstance(path, _Route) and not (disconnects and path.fd >= 0):
                 self._close_when_empty(path)
-        if self._socket is not None and not any(isinstance(path, LocalConnection) for path in list(link.paths)):
+        if self._socket is not None and not any(
+            isinstance(path, LocalConnection) for path in list(link.paths)
+        ):
             unread = _Route(b"", -1)  # its first message may be there, of which there is no route yet
             unread.link = link
             link.paths.add(unread)

@@ -35,6 +35,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore
 from zmqgrad.testing.mailbox import MemoryMailbox
 from zmqgrad.testing.network import MemoryNetwork
+from zmqgrad.transport.base import PeerEnd
 
 OPTIONS = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=2)
 
@@ -267,6 +268,86 @@ def test_losing_an_unknown_worker(town: Town) -> None:
         eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
         b.leave(True, Deadline.after(WAIT))
         eventually(lambda: list(heard), lambda calls: calls == [1])
+
+
+def test_a_worker_that_is_lost_before_its_join_is_known_is_evicted(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store's notice comes late. Callbacks hear of both events or of neither."""
+    a = town.join("a")
+    heard: list[str] = []
+    with acting(a):
+        rpc.on_join(lambda info: heard.append(f"joined: {info.name}"))
+        rpc.on_loss(lambda info, why: heard.append(f"lost: {info.name}"))
+    may_hear, on_joined = threading.Event(), a._on_joined
+
+    def hear_late(record: WorkerRecord) -> None:
+        may_hear.wait(WAIT)
+        on_joined(record)
+
+    monkeypatch.setattr(a, "_on_joined", hear_late)
+    b = town.join("b")
+    town.kill(b)
+    assert isinstance(a.worker.mailbox, MemoryMailbox)
+    a.worker.mailbox._told.add(b.worker.id)  # a process that has ended cannot be told that it is lost
+    a.worker.lose(b.worker.id, "its process has ended")
+    eventually(lambda: b.worker.id in a.worker.lost, bool)
+    may_hear.set()
+    eventually(lambda: list(a._registry.ids()), lambda ids: ids == [a.worker.id])
+    a.leave(True, Deadline.after(WAIT))
+    assert heard in ([], ["joined: b", "lost: b"])
+
+
+def test_the_loss_of_a_worker_comes_before_the_next_one_of_its_name(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = town.join("a"), town.join("b")
+    eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
+    heard: list[tuple[str, int]] = []
+    with acting(a):
+        rpc.on_join(lambda info: heard.append(("joined", info.id)))
+        rpc.on_loss(lambda info, why: heard.append(("lost", info.id)))
+    may_end, on_end = threading.Event(), a.worker._on_end
+
+    def end_late(end: PeerEnd) -> None:
+        may_end.wait(WAIT)
+        on_end(end)
+
+    monkeypatch.setattr(a.worker.mailbox, "_on_end", end_late)
+    b.leave(True, Deadline.after(WAIT))
+    second = town.join("b")
+    eventually(lambda: a.worker.membership.find_known(second.worker.id) is not None, bool)
+    may_end.set()
+    eventually(lambda: len(heard), lambda calls: calls == 2)
+    assert heard == [("lost", b.worker.id), ("joined", second.worker.id)]
+
+
+_owed: list[torch.futures.Future[int]] = []
+_is_owed = threading.Event()
+
+
+@rpc.functions.async_execution
+def owe() -> torch.futures.Future[int]:
+    """Replies when the test says so."""
+    _owed.append(torch.futures.Future())
+    _is_owed.set()
+    return _owed[-1]
+
+
+def test_a_worker_that_owes_a_reply_leaves_when_it_was_sent(town: Town) -> None:
+    a, b = town.join("a"), town.join("b")
+    _is_owed.clear()
+    with acting(a):
+        reply = rpc.rpc_async("b", owe)
+    assert _is_owed.wait(WAIT)
+    assert b.worker.pool.wait_idle(Deadline.after(WAIT))
+    leaving = threading.Thread(target=lambda: b.leave(True, Deadline.after(WAIT)))
+    leaving.start()
+    eventually(lambda: b.worker.server.in_flight._awaited, bool)
+    _owed.pop().set_result(7)
+    assert reply.wait() == 7
+    leaving.join(WAIT)
+    assert not leaving.is_alive()
 
 
 def test_messages_of_an_older_incarnation_are_refused(town: Town) -> None:

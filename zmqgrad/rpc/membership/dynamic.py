@@ -106,6 +106,8 @@ class DynamicGroup(Group):
             return
         self._learn(record)
         reserve_descriptors(len(membership.all()))
+        if membership.find_here(record.id) is None:
+            return  # it was lost before
         if self._next is None or self._distance(record.id) < self._distance(self._next):
             self._monitor(record.id)
 
@@ -118,8 +120,18 @@ class DynamicGroup(Group):
             self._monitor_next()
 
     def _learn(self, record: WorkerRecord) -> None:
-        if self.worker.membership.learn(record) and self._joined:
-            self.worker.events.joined(record.info)
+        """Add a worker, unless it is known. Called with the lock held."""
+        worker, membership = self.worker, self.worker.membership
+        if membership.find_known(record.id) is not None:
+            return
+        former = membership.last_holder(record.name)
+        if self._joined:
+            worker.events.joining(record.id)
+        membership.learn(record)
+        if self._joined:
+            worker.events.joined(record.info, former)
+        if record.id in worker.lost:  # before it was known here, so it could not be accused
+            self._evict_later(record.id)
 
     def _on_evicted(self) -> None:
         """All others have declared this worker lost, so they are lost here. Called with the lock held."""

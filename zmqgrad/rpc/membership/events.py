@@ -33,6 +33,9 @@ class Events:
         self._on_join: list[JoinCallback] = []
         self._on_loss: list[LossCallback] = []
         self._queue: deque[Callable[[], None]] = deque()
+        self._lost: set[int] = set()
+        self._joining: set[int] = set()  # workers of whose loss nobody is notified, as nobody knows them
+        self._held: dict[int, WorkerInfo] = {}  # joins of the next holders of names, by the former one
         self._running = False
         self._stopped = False
 
@@ -46,13 +49,44 @@ class Events:
         with self._lock:
             self._on_loss.append(callback)
 
-    def joined(self, info: WorkerInfo) -> None:
-        """Notify the callbacks that a worker has joined."""
+    def joining(self, worker: int) -> None:
+        """Note that :meth:`joined` is called next, when the worker is known here."""
+        with self._lock:
+            self._joining.add(worker)
+
+    def joined(self, info: WorkerInfo, former: int | None) -> None:
+        """Notify the callbacks that a worker has joined; of one that was lost before, of neither.
+
+        Args:
+            former: the worker that had its name before, whose loss comes first.
+        """
+        with self._lock:
+            self._joining.discard(info.id)
+            if info.id in self._lost:
+                return
+            if former is not None and former not in self._lost:
+                self._held[former] = info
+                return
         self._notify(self._on_join, info)
 
-    def lost(self, info: WorkerInfo, reason: str) -> None:
-        """Notify the callbacks that a worker has left or died."""
-        self._notify(self._on_loss, info, reason)
+    def lost(self, worker: int, info: WorkerInfo | None, reason: str) -> None:
+        """Notify the callbacks that a worker has left or died.
+
+        Args:
+            info: None if it is not known here to have joined: then nobody is notified.
+        """
+        with self._lock:
+            self._lost.add(worker)
+            following = self._held.pop(worker, None)
+            if worker in self._joining:
+                info = None
+            for former in [f for f, held in self._held.items() if held.id == worker]:
+                del self._held[former]  # nobody has heard of it
+                info = None
+        if info is not None:
+            self._notify(self._on_loss, info, reason)
+        if following is not None:
+            self._notify(self._on_join, following)
 
     def stop(self) -> None:
         """Call no more callbacks: this worker leaves, and the others may leave, too."""

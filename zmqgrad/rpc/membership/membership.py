@@ -164,6 +164,11 @@ class Membership:
         now = None if before is None else self._by_name.get(before.name)
         return None if now is None or now.id == worker_id else now
 
+    def last_holder(self, name: str) -> int | None:
+        """The worker that has, or had last, a name."""
+        record = self._by_name.get(name)
+        return None if record is None else record.id
+
     def all_known(self) -> list[WorkerRecord]:
         """All workers, present and former."""
         with self._lock:

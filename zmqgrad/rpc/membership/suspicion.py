@@ -86,8 +86,12 @@ class Suspicions:
 
     def _accuse(self, peer: int) -> None:
         record = self._worker.membership.find_known(peer)
-        if record is None:
-            return
+        if record is None:  # it is accused when it becomes known, to the thread that reads the store
+            self._accused.discard(peer)
+            record = self._worker.membership.find_known(peer)
+            if record is None:
+                return
+            self._accused.add(peer)
         reason = self._worker.lost[peer]
         if self._has_ended(record):
             self._confirm(peer, reason)
