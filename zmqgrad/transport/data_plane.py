@@ -121,13 +121,8 @@ class DataPlane:
 
         return begin
 
-    def count_consumed(self, inbound: Inbound) -> None:
-        """Counts a message that was received at a reply channel."""
-        reply = bool(inbound.envelope.type & RESPONSE)
-        self._receive_window.consumed(inbound.envelope.source, reply, inbound.socket_bytes)
-
-    def drop_malformed(self, envelope: Envelope, size: int) -> None:
-        """Counts a malformed message of a peer as consumed."""
+    def count_consumed(self, envelope: Envelope, size: int) -> None:
+        """Counts a message that is not delivered here: it is malformed, or was read at a reply channel."""
         self._receive_window.consumed(envelope.source, bool(envelope.type & RESPONSE), size)
 
     # ---- closing -------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -33,6 +33,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.spinning import SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.base import Buffer, Handler, Inbound, OnIdle, PeerEnd
+from zmqgrad.transport.data_plane import DataPlane
 from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES
 from zmqgrad.transport.links import Link, Links
 from zmqgrad.transport.local import LocalConnection, LocalListener
@@ -40,7 +41,7 @@ from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor, connection_fd
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope, read_envelope
-from zmqgrad.wire.messages import ArenaOffer, Chunk, LargeMessage, Manifest, Message, MessageType
+from zmqgrad.wire.messages import ArenaOffer, Chunk, LargeMessage, Message, MessageType
 
 if TYPE_CHECKING:
     from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels
@@ -53,22 +54,6 @@ END_TOKEN_BYTES = 16
 PROCESS_ENDED = "its process has ended"
 
 _RCVMORE = int(zmq.RCVMORE)
-
-
-class Plane(Protocol):
-    """What the endpoint needs of a :class:`~zmqgrad.transport.data_plane.DataPlane`."""
-
-    def find_frames(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
-        """Returns the frames of a message that has a manifest. May raise ``ProtocolError``."""
-
-    def take_first(self, peer: int, message: LargeMessage) -> bytes:
-        """Returns the first frame that was sent in chunks. May raise ``ProtocolError``."""
-
-    def on_offer(self, peer: int, offer: ArenaOffer, fd: int) -> None:
-        """Maps shared memory, and closes ``fd``. May raise ``ProtocolError``."""
-
-    def drop_malformed(self, envelope: Envelope, size: int) -> None:
-        """Counts a malformed message of a peer as consumed."""
 
 
 Accept = Callable[[Envelope, int], bool]
@@ -105,7 +90,7 @@ class Endpoint:
         router: zmq.Socket[bytes] | None,
         listen: Callable[[Registry], LocalListener] | None,
         links: Links,
-        plane: Plane,
+        plane: DataPlane,
         accept: Accept,
         on_ending: Callable[[Link], None],
         on_end: Callable[[PeerEnd], None],
@@ -314,7 +299,7 @@ class Endpoint:
         if isinstance(path, _Route) and envelope.sequence:
             self._accept(envelope, len(first))
         if size >= MIN_COUNTED_BYTES:
-            self._plane.drop_malformed(envelope, size)
+            self._plane.count_consumed(envelope, size)
 
     def _refuse(self, sender: object, error: ProtocolError) -> None:
         self.reader.count_malformed(sender, f"message ({error})")

@@ -338,7 +338,7 @@ class ZmqMailbox(Mailbox):
         if inbound is not None:
             self._note_credit(inbound.envelope)
             if inbound.socket_bytes:
-                self._plane.count_consumed(inbound)
+                self._plane.count_consumed(inbound.envelope, inbound.socket_bytes)
             if self.tap is not None:
                 self._call_tap(inbound)
         return inbound

@@ -57,34 +57,23 @@ class ReplyChannel:
         OSError: if it cannot listen.
     """
 
-    def __init__(
-        self,
-        number: int,
-        listen: Listen,
-        endpoint: str,
-        decode: Decode,
-        channels: ReplyChannels,
-        on_path_closed: Callable[[LocalConnection], None],
-        on_settled: Callable[[ReplyChannel], None],
-        budget: SpinBudget,
-    ) -> None:
+    def __init__(self, number: int, channels: ReplyChannels) -> None:
         self.number = number
-        self._on_settled = on_settled
+        self._on_settled = channels.on_settled
         self._in_hand = False  # the owner handles a message that it has received
         self._over = False  # a wake-up was read, or the time was over, which the owner is still to be told
-        self._spinner = Spinner(budget)
-        self._decode = decode
-        self._on_path_closed = on_path_closed
+        self._spinner = Spinner(channels.spin_budget)
+        self._decode = channels.decode
+        self._on_path_closed = channels.on_path_closed
         self.release: Callable[[], None] = partial(channels.take_back, self)
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
         self._drop: Callable[[], None] = partial(channels.drop, self)
-        self._reading = (
-            threading.Lock()
-        )  # held while the owner waits, and while the reader reads in its place
+        # Held while the owner waits, and while the reader reads in its place.
+        self._reading = threading.Lock()
         self._arrived: deque[Arrival] = deque()
         self._poll = select.poll()
         self._wakeup = Wakeup()
-        self._listener = listen(channel_endpoint(endpoint, number), self._poll)
+        self._listener = channels.listen(channel_endpoint(channels.endpoint, number), self._poll)
         self._listener.on_resumed = self._on_resumed
         self._poll.register(self._wakeup.fd, select.POLLIN)
 
@@ -203,13 +192,13 @@ class ReplyChannels:
         on_settled: Callable[[ReplyChannel], None],
         budget: SpinBudget,
     ) -> None:
-        self._endpoint = endpoint
-        self._listen = listen
-        self._decode = decode
-        self._on_path_closed = on_path_closed
-        self._on_settled = on_settled
+        self.endpoint = endpoint
+        self.listen = listen
+        self.decode = decode
+        self.on_path_closed = on_path_closed
+        self.on_settled = on_settled
+        self.spin_budget = budget
         self._all: list[ReplyChannel] = []
-        self._spin_budget = budget
         # Guards all below. Reentrant, as a finalizer of a port that was forgotten releases its channel.
         self._lock = threading.RLock()
         self._free: list[ReplyChannel] = []
@@ -221,27 +210,18 @@ class ReplyChannels:
         """Returns a channel for the calling thread, which must release it; None if none is free."""
         with self._lock:
             if self._free:
-                self._spin_budget.waiting += 1
+                self.spin_budget.waiting += 1
                 return self._free.pop()
             if self._closed or len(self._all) >= MAX_CHANNELS:
                 return None
             used = {channel.number for channel in self._all}
             try:
-                channel = ReplyChannel(
-                    next(number for number in self._numbers if number not in used),
-                    self._listen,
-                    self._endpoint,
-                    self._decode,
-                    self,
-                    self._on_path_closed,
-                    self._on_settled,
-                    self._spin_budget,
-                )
+                channel = ReplyChannel(next(n for n in self._numbers if n not in used), self)
             except OSError as e:
                 logger.debug("no more reply channels: %s", e)
                 return None
             self._all.append(channel)
-            self._spin_budget.waiting += 1
+            self.spin_budget.waiting += 1
             return channel
 
     def all(self) -> list[ReplyChannel]:
@@ -252,7 +232,7 @@ class ReplyChannels:
         """Makes ``channel``, whose owner has left, available to others."""
         channel.settle()  # before another thread can own it
         with self._lock:
-            self._spin_budget.waiting -= 1
+            self.spin_budget.waiting -= 1
             if self._closed:
                 self._shut(channel)
             else:
@@ -261,7 +241,7 @@ class ReplyChannels:
     def drop(self, channel: ReplyChannel) -> None:
         """Closes ``channel``, whose owner has abandoned it."""
         with self._lock:
-            self._spin_budget.waiting -= 1
+            self.spin_budget.waiting -= 1
             self._shut(channel)
 
     def _shut(self, channel: ReplyChannel) -> None:
