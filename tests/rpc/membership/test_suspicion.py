@@ -52,7 +52,9 @@ def test_a_worker_that_one_alone_has_lost_stays(town: Town, caplog: pytest.LogCa
     with acting(b):
         waiting = rpc.rpc_async("a", hold_on, timeout=0)
     town.dead.add(b.worker.membership.own.endpoints[0])  # so it seems to a
-    a.worker.lose(1, "it refuses connections")
+    with town.network.hold(source=0, target=1):  # b would accuse a, which then knows that b is alive
+        a.worker.lose(1, "it refuses connections")
+        eventually(lambda: town.store.check(["d/suspect/1/0"]))
     with pytest.raises(PeerLostError, match="a has declared worker 1 lost: it refuses connections"):
         waiting.wait()
     released.set()
