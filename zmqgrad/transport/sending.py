@@ -89,9 +89,9 @@ class Sender:
             if channel and small and message.is_awaited_by(peer):
                 connection = links.channel(link, channel) or connection
             sending = True
-            if small and not prepared.manifest:
+            if small and not prepared.segments:
                 links.send_packet(link, connection, first, bool(channel))
-                return len(first), INLINE
+                return len(first) + sum(map(len, frames)), SHARED_MEMORY if frames else INLINE
             packets = self._packets(chunks, first)
             links.send_local(link, connection, packets, self._plane.shared_memory.offers(peer, prepared))
             if len(packets) > 1:
@@ -171,7 +171,7 @@ class Sender:
             prepared = NO_FRAMES
             try:
                 prepared = self._plane.prepare(peer, not size_limit, frames)
-                going, chunks = split(prepared, size_limit)
+                going, chunks = split(prepared, size_limit) if prepared.frames else (prepared, [])
                 first = encode(message, *source, message_id, channel, going.manifest, self._consumed(peer))
                 size = len(first) + sum(map(len, prepared.frames))
                 if size < MIN_COUNTED_BYTES:
