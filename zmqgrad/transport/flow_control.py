@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from zmqgrad.errors import ClosedError, CongestionError
@@ -49,6 +49,10 @@ Notify = Callable[[int, Message], None]
 """Queues a small message for a peer. Must not raise because of that peer."""
 
 
+def _always() -> bool:
+    return True
+
+
 class _Waiter(NamedTuple):
     size: int
     granted: Promise[None]
@@ -72,6 +76,10 @@ class _CreditAccount:
     def has_room(self, size: int) -> bool:
         in_flight = self.in_flight
         return not in_flight or in_flight + size <= self.limit
+
+    def may_send(self, size: int) -> bool:
+        """Returns whether nothing waits, and there is room."""
+        return not self.waiting and self.has_room(size)
 
     def grant(self) -> list[_Waiter]:
         """Removes and returns the waiters that may send now, in order."""
@@ -106,15 +114,22 @@ class SendWindow:
         self._accounts: dict[tuple[int, bool], _CreditAccount] = {}  # by peer, and whether for replies
         self._closed = False
 
-    def try_reserve(self, peer: int, reply: bool, size: int, *, wait: bool = True) -> bool:
-        """Counts ``size`` bytes as sent to ``peer``. Returns False if the caller must :meth:`wait`."""
-        if not self.limit:
+    def try_reserve(self, peer: int, reply: bool, size: int, may_wait: Callable[[], bool] = _always) -> bool:
+        """Counts ``size`` bytes as sent to ``peer``. Returns False if the caller must :meth:`wait`.
+
+        Args:
+            may_wait: whether it may; otherwise the bytes are counted even beyond the limit.
+        """
+        limit = self.limit
+        if not limit:
             return True
-        with self._lock:
-            account = self._account(peer, reply)
-            if wait and (account.waiting or not account.has_room(size)):
+        with self._lock:  # few steps: this is done for each message that counts
+            account = self._accounts.get((peer, reply)) or self._account(peer, reply)
+            sent = account.sent + size
+            full = account.waiting or sent - account.consumed > limit
+            if full and not account.may_send(size) and may_wait():
                 return False
-            account.sent += size
+            account.sent = sent
             return True
 
     def _account(self, peer: int, reply: bool) -> _CreditAccount:
@@ -185,17 +200,23 @@ class SendWindow:
 
     def on_consumed(self, peer: int, requests: int, replies: int) -> None:
         """Handles the counters in a message of ``peer``: what it has consumed since the beginning."""
-        for reply, consumed in ((False, requests), (True, replies)):
-            account = self._accounts.get((peer, reply))
-            if account is None or consumed <= account.consumed:
-                continue
-            with self._lock:
-                account.consumed = max(consumed, account.consumed)
-                granted = account.grant()
-            if granted or account.waiting:
-                self._resume(peer, reply, account, granted)
+        if requests:
+            self._on_consumed(peer, False, requests)
+        if replies:
+            self._on_consumed(peer, True, replies)
 
-    def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
+    def _on_consumed(self, peer: int, reply: bool, consumed: int) -> None:
+        account = self._accounts.get((peer, reply))
+        if account is None or consumed <= account.consumed:
+            return
+        with self._lock:
+            if consumed > account.consumed:  # another thread may have read a later message
+                account.consumed = consumed
+            granted = account.grant() if account.waiting else ()
+        if granted or account.waiting:
+            self._resume(peer, reply, account, granted)
+
+    def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: Sequence[_Waiter]) -> None:
         """Wakes the granted waiters, and requests the credit that the next one needs."""
         for waiter in granted:
             waiter.granted.set_result(None)
@@ -249,11 +270,12 @@ def _take_waiting(accounts: Collection[_CreditAccount]) -> list[_Waiter]:
 class _Consumed:
     """Bytes of one peer that were consumed here, of requests and of replies."""
 
-    __slots__ = ("due", "totals")
+    __slots__ = ("replies", "replies_due", "requests", "requests_due")
 
     def __init__(self, batch: int) -> None:
-        self.totals = NOTHING_CONSUMED
-        self.due = [batch, batch]  # a message of its own returns credit once the total reaches this
+        self.requests = self.replies = 0
+        # A message of its own returns credit once a total reaches these.
+        self.requests_due = self.replies_due = batch
 
 
 class ReceiveWindow:
@@ -273,15 +295,18 @@ class ReceiveWindow:
     def totals(self, peer: int) -> tuple[int, int]:
         """Returns what was consumed of the requests and replies of ``peer``, for the next message to it."""
         consumed = self._peers.get(peer)
-        return NOTHING_CONSUMED if consumed is None else consumed.totals
+        return NOTHING_CONSUMED if consumed is None else (consumed.requests, consumed.replies)
 
     def consumed(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes as consumed, and returns credit if it is due."""
         with self._lock:
-            consumed = self._of(peer)
-            requests, replies = consumed.totals
-            consumed.totals = (requests, replies + size) if reply else (requests + size, replies)
-            is_due = self._is_due(consumed)
+            consumed = self._peers.get(peer) or self._of(peer)
+            if reply:
+                consumed.replies += size
+                is_due = consumed.replies >= consumed.replies_due and self._is_due(consumed)
+            else:
+                consumed.requests += size
+                is_due = consumed.requests >= consumed.requests_due and self._is_due(consumed)
         if is_due:
             self._notify(peer, Credit())
 
@@ -289,27 +314,26 @@ class ReceiveWindow:
         """Handles a message in which ``peer`` requests credit."""
         with self._lock:
             consumed = self._of(peer)
-            for i, needed in enumerate((message.requests, message.replies)):
-                if needed:
-                    consumed.due[i] = min(consumed.due[i], needed)
+            if message.requests:
+                consumed.requests_due = min(consumed.requests_due, message.requests)
+            if message.replies:
+                consumed.replies_due = min(consumed.replies_due, message.replies)
             is_due = self._is_due(consumed)
         if is_due:
             self._notify(peer, Credit())
 
     def _of(self, peer: int) -> _Consumed:
-        consumed = self._peers.get(peer)
-        if consumed is None:
-            consumed = self._peers[peer] = _Consumed(self._batch)
-        return consumed
+        return self._peers.setdefault(peer, _Consumed(self._batch))
 
     def _is_due(self, consumed: _Consumed) -> bool:
         """Whether credit must be returned now; if so, schedules the next time. Called with the lock held."""
-        due = False
-        for i, total in enumerate(consumed.totals):
-            if total >= consumed.due[i]:
-                consumed.due[i] = total + self._batch
-                due = True
-        return due
+        if consumed.requests < consumed.requests_due and consumed.replies < consumed.replies_due:
+            return False
+        if consumed.requests >= consumed.requests_due:
+            consumed.requests_due = consumed.requests + self._batch
+        if consumed.replies >= consumed.replies_due:
+            consumed.replies_due = consumed.replies + self._batch
+        return True
 
     def forget(self, peer: int) -> None:
         """Drops the counts of ``peer``."""

@@ -77,7 +77,8 @@ class Sender:
                     connection = links.channel(link, channel) or connection
                 links.send_packet(link, connection, first, bool(channel))
                 return size, INLINE
-            self._reserve(peer, message, size, timeout)
+            if not self._try_reserve(peer, message, size):
+                self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
             prepared, chunks = NO_FRAMES, list[Part]()
         else:
             prepared, chunks, first, size = self._prepare(
@@ -189,12 +190,7 @@ class Sender:
         return prepared, chunks, first, size
 
     def _try_reserve(self, peer: int, message: Message, size: int) -> bool:
-        window = self._plane.send_window
-        return window.try_reserve(peer, _is_reply(message), size, wait=self._may_wait())
-
-    def _reserve(self, peer: int, message: Message, size: int, timeout: float) -> None:
-        if not self._try_reserve(peer, message, size):
-            self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
+        return self._plane.send_window.try_reserve(peer, _is_reply(message), size, self._may_wait)
 
     def _undo(
         self,
@@ -211,4 +207,4 @@ class Sender:
 
 
 def _is_reply(message: Message) -> bool:
-    return bool(message.TYPE & RESPONSE)
+    return message.TYPE & RESPONSE != 0
