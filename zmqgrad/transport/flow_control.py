@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from zmqgrad.errors import ClosedError, CongestionError
@@ -74,12 +74,8 @@ class _CreditAccount:
         return max(0, self.sent - self.consumed)
 
     def has_room(self, size: int) -> bool:
-        in_flight = self.in_flight
-        return not in_flight or in_flight + size <= self.limit
-
-    def may_send(self, size: int) -> bool:
-        """Returns whether nothing waits, and there is room."""
-        return not self.waiting and self.has_room(size)
+        in_flight = self.sent - self.consumed
+        return in_flight <= 0 or in_flight + size <= self.limit
 
     def grant(self) -> list[_Waiter]:
         """Removes and returns the waiters that may send now, in order."""
@@ -120,16 +116,13 @@ class SendWindow:
         Args:
             may_wait: whether it may; otherwise the bytes are counted even beyond the limit.
         """
-        limit = self.limit
-        if not limit:
+        if not self.limit:
             return True
-        with self._lock:  # few steps: this is done for each message that counts
-            account = self._accounts.get((peer, reply)) or self._account(peer, reply)
-            sent = account.sent + size
-            full = account.waiting or sent - account.consumed > limit
-            if full and not account.may_send(size) and may_wait():
+        with self._lock:
+            account = self._account(peer, reply)
+            if (account.waiting or not account.has_room(size)) and may_wait():
                 return False
-            account.sent = sent
+            account.sent += size
             return True
 
     def _account(self, peer: int, reply: bool) -> _CreditAccount:
@@ -200,23 +193,17 @@ class SendWindow:
 
     def on_consumed(self, peer: int, requests: int, replies: int) -> None:
         """Handles the counters in a message of ``peer``: what it has consumed since the beginning."""
-        if requests:
-            self._on_consumed(peer, False, requests)
-        if replies:
-            self._on_consumed(peer, True, replies)
+        for reply, consumed in ((False, requests), (True, replies)):
+            account = self._accounts.get((peer, reply))
+            if account is None or consumed <= account.consumed:
+                continue
+            with self._lock:
+                account.consumed = max(consumed, account.consumed)
+                granted = account.grant()
+            if granted or account.waiting:
+                self._resume(peer, reply, account, granted)
 
-    def _on_consumed(self, peer: int, reply: bool, consumed: int) -> None:
-        account = self._accounts.get((peer, reply))
-        if account is None or consumed <= account.consumed:
-            return
-        with self._lock:
-            if consumed > account.consumed:  # another thread may have read a later message
-                account.consumed = consumed
-            granted = account.grant() if account.waiting else ()
-        if granted or account.waiting:
-            self._resume(peer, reply, account, granted)
-
-    def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: Sequence[_Waiter]) -> None:
+    def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
         """Wakes the granted waiters, and requests the credit that the next one needs."""
         for waiter in granted:
             waiter.granted.set_result(None)
@@ -300,13 +287,12 @@ class ReceiveWindow:
     def consumed(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes as consumed, and returns credit if it is due."""
         with self._lock:
-            consumed = self._peers.get(peer) or self._of(peer)
+            consumed = self._of(peer)
             if reply:
                 consumed.replies += size
-                is_due = consumed.replies >= consumed.replies_due and self._is_due(consumed)
             else:
                 consumed.requests += size
-                is_due = consumed.requests >= consumed.requests_due and self._is_due(consumed)
+            is_due = self._is_due(consumed)
         if is_due:
             self._notify(peer, Credit())
 
@@ -323,7 +309,10 @@ class ReceiveWindow:
             self._notify(peer, Credit())
 
     def _of(self, peer: int) -> _Consumed:
-        return self._peers.setdefault(peer, _Consumed(self._batch))
+        consumed = self._peers.get(peer)
+        if consumed is None:
+            consumed = self._peers[peer] = _Consumed(self._batch)
+        return consumed
 
     def _is_due(self, consumed: _Consumed) -> bool:
         """Whether credit must be returned now; if so, schedules the next time. Called with the lock held."""

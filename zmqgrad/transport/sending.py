@@ -92,7 +92,7 @@ class Sender:
             sending = True
             if small and not prepared.segments:
                 links.send_packet(link, connection, first, bool(channel))
-                return len(first) + sum(map(len, frames)), SHARED_MEMORY if frames else INLINE
+                return len(first), INLINE
             packets = self._packets(chunks, first)
             links.send_local(link, connection, packets, self._plane.shared_memory.offers(peer, prepared))
             if len(packets) > 1:
