@@ -127,15 +127,15 @@ class RouterSocket:
     def _unbind(self) -> None:
         """Accepts nothing for a while: libzmq would try again without a pause. The port remains ours."""
         if self._is_bound:
+            self.socket.unbind(self.endpoint)
+            self._is_bound = False
+            self._call_later(REBIND_SECONDS, self._rebind)
             logger.log(
                 logging.DEBUG if self._has_warned else logging.WARNING,
                 "%s: no more file descriptors; new clients have to wait until others have left",
                 self.endpoint,
             )
             self._has_warned = True
-            self.socket.unbind(self.endpoint)
-            self._is_bound = False
-            self._call_later(REBIND_SECONDS, self._rebind)
 
     def _rebind(self) -> None:
         """Accepts connections again if the process has file descriptors."""
