@@ -67,7 +67,7 @@ def target(*errors: type[Exception]) -> Callable[[Target], Target]:
 
 
 def enveloped(kind: int, header: bytes) -> bytes:
-    return ENVELOPE_FORMAT.pack(MAGIC, VERSION, 0, kind, 1, 2, 3, 0, 0, 0, 0, 0) + header
+    return ENVELOPE_FORMAT.pack(MAGIC, VERSION, kind, 1, 2, 3, 0, 0, 0, 0, 0, 0) + header
 
 
 def pieces(data: bytes) -> Iterator[bytes]:

@@ -410,7 +410,7 @@ class MailboxContract:
             pytest.param([bytes(encode(HELLO, 0, 1, 1))[:-1]], id="cut short"),
             pytest.param([bytes(encode(HELLO, 0, 1, 1)) + b"?", b"frame"], id="too long"),
             pytest.param([b"zg\x01" + bytes(encode(HELLO, 0, 1, 1))[3:]], id="of another version"),
-            pytest.param([b"zg\x03\x00\xff\xff" + bytes(58) + b"\x90"], id="of no known type"),
+            pytest.param([b"zg\x04\xff\xff" + bytes(59) + b"\x90"], id="of no known type"),
             pytest.param([b"\xff" * (1 << 20), b"\xff" * 100], id="a megabyte of noise"),
         ],
     )

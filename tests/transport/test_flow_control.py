@@ -18,7 +18,7 @@ from tests.transport.test_contract import OverZmq, TcpAlone
 from zmqgrad.errors import ClosedError, CongestionError
 from zmqgrad.runtime.thread_pool import Source, Task
 from zmqgrad.transport.base import Inbound, Mailbox
-from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES, ReceiveWindow, SendWindow
+from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES, NOTHING_CONSUMED, ReceiveWindow, SendWindow
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.messages import Credit, CreditWanted, Message, RRefAck, StoreSet
@@ -196,7 +196,7 @@ class Returns:
 
     def _send(self, peer: int, message: Message) -> None:
         assert message == Credit()
-        self.said.append(self.window.totals(peer))
+        self.said.append(self.window.totals(peer, NOTHING_CONSUMED))
 
 
 def test_credit_is_returned_in_batches_or_on_request() -> None:
@@ -204,7 +204,7 @@ def test_credit_is_returned_in_batches_or_on_request() -> None:
     window = returns.window
     window.consumed(1, False, 20)
     assert returns.said == []
-    assert window.totals(1) == (20, 0)  # in any message that is sent meanwhile
+    assert window.totals(1, NOTHING_CONSUMED) == (20, 0)  # in any message that is sent meanwhile
     window.consumed(1, False, 5)
     assert returns.said == [(25, 0)]
     window.consumed(1, True, 10)
@@ -218,7 +218,7 @@ def test_credit_is_returned_in_batches_or_on_request() -> None:
     window.credit_requested(1, CreditWanted(31, 0))  # consumed already: the last message may be lost
     assert returns.said[3:] == [(31, 12)]
     window.forget(1)
-    assert window.totals(1) == (0, 0)
+    assert window.totals(1, NOTHING_CONSUMED) == (0, 0)
 
 
 def test_credit_of_one_peer_is_not_that_of_another() -> None:
@@ -226,7 +226,10 @@ def test_credit_of_one_peer_is_not_that_of_another() -> None:
     returns.window.consumed(1, False, 20)
     returns.window.consumed(2, False, 20)
     assert returns.said == []
-    assert (returns.window.totals(1), returns.window.totals(3)) == ((20, 0), (0, 0))
+    assert (returns.window.totals(1, NOTHING_CONSUMED), returns.window.totals(3, NOTHING_CONSUMED)) == (
+        (20, 0),
+        (0, 0),
+    )
 
 
 @given(
@@ -241,7 +244,7 @@ def test_everything_arrives_whatever_the_limits_at_both_ends(
     arrived: SimpleQueue[int] = SimpleQueue()
     send_window = SendWindow("w", limits[0], lambda _, message: receive_window.credit_requested(0, message))  # type: ignore[arg-type]
     receive_window = ReceiveWindow(
-        limits[1], lambda peer, _: send_window.on_consumed(0, *receive_window.totals(peer))
+        limits[1], lambda peer, _: send_window.on_consumed(0, *receive_window.totals(peer, NOTHING_CONSUMED))
     )
 
     def send(mine: list[int]) -> None:

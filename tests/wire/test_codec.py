@@ -22,7 +22,7 @@ FULL = (1 << 64) - 1
 
 def raw(kind: int, header: bytes) -> bytes:
     """A first frame with a good envelope and this header."""
-    return ENVELOPE_FORMAT.pack(MAGIC, VERSION, 0, kind, 1, 2, 3, 0, 0, 0, 0, 0) + header
+    return ENVELOPE_FORMAT.pack(MAGIC, VERSION, kind, 1, 2, 3, 0, 0, 0, 0, 0, 0) + header
 
 
 @pytest.mark.parametrize("cls", BY_TYPE.values(), ids=lambda c: c.__name__)

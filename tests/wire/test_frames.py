@@ -38,10 +38,7 @@ envelopes = st.builds(
 def written(envelope: Envelope, header: bytes = b"") -> bytearray:
     """The first frame that has this envelope and header."""
     frame = bytearray(ENVELOPE_BYTES) + header
-    kind, source, incarnation, message_id, channel, *session = envelope
-    ENVELOPE_FORMAT.pack_into(
-        frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id, *session
-    )
+    ENVELOPE_FORMAT.pack_into(frame, 0, MAGIC, VERSION, *envelope)
     return frame
 
 
@@ -61,11 +58,12 @@ def test_the_layout_is_the_one_drawn() -> None:
         0x5678,
         0x0102030405060708,
         0x1112131415161718,
+        0x9A,
         requests=0x5152535455565758,
         replies=0x6162636465666768,
     )
     frame = written(envelope)
-    first = "7a 67 03 00 12 34 56 78 01 02 03 04 05 06 07 08 11 12 13 14 15 16 17 18"
+    first = "7a 67 04 12 34 56 78 01 02 03 04 05 06 07 08 11 12 13 14 15 16 17 18 9a"
     last = eights(0x51, 0x61)
     assert frame.hex(" ") == first + " 00" * 24 + last
     write_session(frame, 0x2122232425262728, 0x3132333435363738, 0x4142434445464748)
@@ -101,7 +99,7 @@ def test_foreign_bytes_are_recognized(frame: bytes) -> None:
 def test_another_version_is_refused_with_both_named(version: int) -> None:
     frame = written(Envelope(1, 2, 3, 4))
     frame[2] = version
-    with pytest.raises(ProtocolError, match=f"version {version}, this side speaks 3"):
+    with pytest.raises(ProtocolError, match=f"version {version}, this side speaks 4"):
         read_envelope(frame)
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 
 from zmqgrad.runtime.clock import Clock, Deadline
-from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.messages import Message
 
 
 class InFlightRequest:
@@ -59,14 +60,15 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def begin(self, inbound: Inbound) -> InFlightRequest | None:
-        """Register an incoming request. Returns None if this type cannot be cancelled."""
-        message = inbound.message
-        message = getattr(message, "wrapped", message)
+    def begin(self, envelope: Envelope, message: Message) -> InFlightRequest | None:
+        """Register an incoming request, ``message``, or what another message wraps.
+
+        Returns:
+            None if this type cannot be cancelled.
+        """
         seconds: float | None = getattr(message, "timeout", None)
         if seconds is None:
             return None
-        envelope = inbound.envelope
         deadline = self._clock.now() + seconds if seconds else math.inf
         request = InFlightRequest(envelope.source, envelope.message_id, deadline, self._clock)
         self._requests[envelope.message_id] = request

@@ -101,8 +101,9 @@ class ReplyPort:
         if channel is not None:
             channel.abandon(handle)
 
-    def __del__(self) -> None:  # an interrupt came before its call was known
-        self.release()
+    def __del__(self) -> None:
+        if self._channel is not None:  # an interrupt came before its call was known
+            self.release()
 
 
 class ReplyPorts:

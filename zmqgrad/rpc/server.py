@@ -68,14 +68,16 @@ class Server:
         self.repeats = RepeatLog(logger, worker.name)
         self._lock = threading.Lock()  # guards _held
         self._held: list[Task] | None = None  # requests that arrive before serve(); None: they run at once
-        self._hooks.control[MessageType.CANCEL] = self._on_cancel
+        self._control, self._requests = worker.hooks.control, worker.hooks.requests
+        self._reports = worker.hooks.reports
+        self._control[MessageType.CANCEL] = self._on_cancel
 
     # ---- dispatch ---------------------------------------------------------------------------------------
 
     def on_message(self, inbound: Inbound) -> Task | None:
         """Handle a message in the thread that reads; returns the task for an engine thread, if any."""
         kind: MessageType = inbound.envelope.type  # type: ignore[assignment]
-        control = self._hooks.control.get(kind)
+        control = self._control.get(kind)
         if control is not None:
             self.served += not kind & RESPONSE
             try:
@@ -88,16 +90,18 @@ class Server:
             return None
         self.served += 1
         self._completions.flush()  # the task of this thread may take long
-        handler = self._hooks.requests.get(kind)
+        handler = self._requests.get(kind)
         if handler is None:
             self.repeats.warning(f"{self._worker.name}: no handler for {type(inbound.message).__name__}")
             return None
-        if (take_report := self._hooks.reports.get(kind)) is not None:
-            take_report(inbound)
-        payload = getattr(getattr(inbound.message, "wrapped", inbound.message), "payload", None)
+        message = inbound.message
+        if kind in self._reports:
+            self._reports[kind](inbound)
+        message = getattr(message, "wrapped", message)
+        payload = getattr(message, "payload", None)
         if payload is not None and payload.forks:
             self._references.register(payload.forks)
-        task = partial(self._serve, handler, inbound, self.in_flight.begin(inbound))
+        task = partial(self._serve, handler, inbound, self.in_flight.begin(inbound.envelope, message))
         return task if self._held is None else self._hold(task)
 
     def hold(self) -> None:

@@ -49,7 +49,7 @@ class DataPlane:
         self.send_window = SendWindow(name, inflight, notify)
         self._receive_window = ReceiveWindow(inflight, notify)
         self.consumed = self._receive_window.totals
-        """Returns what was consumed of a peer, for the envelope of the next message to it."""
+        """As :attr:`ReceiveWindow.totals`."""
         self.reassembler = Reassembler()
         self.prepare, self.rollback = self.shared_memory.prepare, self.shared_memory.rollback
         self.on_offer = self.shared_memory.on_offer

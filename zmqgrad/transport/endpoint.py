@@ -41,7 +41,7 @@ from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor, connection_fd
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope, read_envelope
-from zmqgrad.wire.messages import ArenaOffer, Chunk, LargeMessage, Message, MessageType
+from zmqgrad.wire.messages import ArenaOffer, Chunk, LargeMessage, Manifest, Message, MessageType
 
 if TYPE_CHECKING:
     from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels
@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 END_TOKEN_BYTES = 16
 
 PROCESS_ENDED = "its process has ended"
+
+PARTIAL_TYPES = frozenset({MessageType.ARENA_OFFER, MessageType.CHUNK, MessageType.LARGE_MESSAGE})
+"""Parts of messages, or what comes with a descriptor."""
 
 _RCVMORE = int(zmq.RCVMORE)
 
@@ -210,13 +213,6 @@ class Endpoint:
             None if it is malformed, which is counted, or must not be delivered.
         """
         size = len(first)
-        if not accepted:
-            self.header_bytes += size
-        for frame in frames:
-            size += len(frame)
-        if not accepted:
-            self.frame_bytes += size - len(first)
-        found, total = frames, size
         try:
             envelope, manifest, message = decode_all(first)
             if isinstance(path, LocalConnection):
@@ -224,7 +220,35 @@ class Endpoint:
                     raise ProtocolError(
                         f"worker {path.hello.source} sent a message as worker {envelope.source}"
                     )
-            elif not accepted and not self._accept_from(path, envelope, size):
+                if manifest is None and not accepted and envelope.type not in PARTIAL_TYPES:
+                    self.messages += 1
+                    self.header_bytes += size
+                    return Inbound(envelope, message, (), size, size if size >= MIN_COUNTED_BYTES else 0)
+        except ProtocolError as e:
+            self._on_malformed(first, size, path, e)
+            return None
+        return self._complete(first, frames, path, accepted, envelope, manifest, message)
+
+    def _complete(
+        self,
+        first: bytes,
+        frames: Sequence[Buffer],
+        path: LocalConnection | _Route,
+        accepted: bool,
+        envelope: Envelope,
+        manifest: Manifest | None,
+        message: Message,
+    ) -> Inbound | None:
+        """Counts a decoded message, and adds what arrived apart from it. As :meth:`decode`."""
+        size = len(first)
+        for frame in frames:
+            size += len(frame)
+        if not accepted:
+            self.header_bytes += len(first)
+            self.frame_bytes += size - len(first)
+        found, total = frames, size
+        try:
+            if isinstance(path, _Route) and not accepted and not self._accept_from(path, envelope, size):
                 return None
             if manifest is not None:
                 for buffer in manifest.buffers:

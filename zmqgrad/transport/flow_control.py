@@ -276,13 +276,11 @@ class ReceiveWindow:
     def __init__(self, limit: int, notify: Notify) -> None:
         self._batch = max(1, limit // BATCHES)
         self._notify = notify
-        self._lock = threading.Lock()  # guards _peers
+        self._lock = threading.Lock()  # guards all below
         self._peers: dict[int, _Consumed] = {}
-
-    def totals(self, peer: int) -> tuple[int, int]:
-        """Returns what was consumed of the requests and replies of ``peer``, for the next message to it."""
-        consumed = self._peers.get(peer)
-        return NOTHING_CONSUMED if consumed is None else (consumed.requests, consumed.replies)
+        self._totals: dict[int, tuple[int, int]] = {}
+        self.totals = self._totals.get
+        """(peer, NOTHING_CONSUMED) -> what was consumed of its requests and replies, for the next message."""
 
     def consumed(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes as consumed, and returns credit if it is due."""
@@ -292,6 +290,7 @@ class ReceiveWindow:
                 consumed.replies += size
             else:
                 consumed.requests += size
+            self._totals[peer] = consumed.requests, consumed.replies
             is_due = self._is_due(consumed)
         if is_due:
             self._notify(peer, Credit())
@@ -328,3 +327,4 @@ class ReceiveWindow:
         """Drops the counts of ``peer``."""
         with self._lock:
             self._peers.pop(peer, None)
+            self._totals.pop(peer, None)

@@ -70,6 +70,9 @@ MAX_IO_THREADS = 64
 UNTAPPED_TYPES = frozenset({MessageType.CHUNK, MessageType.ACK}) | SEALED_TYPES
 """Messages that the tap does not see: parts of others, acknowledgements, and keys."""
 
+CONTROL_TYPES = DATA_PLANE_TYPES | SEALED_TYPES | {MessageType.GOODBYE}
+"""Messages between mailboxes, which are not passed to the handler."""
+
 MAX_SOCKETS = 16_384
 """About as many peers can be sent to: each has a socket. libzmq's default is 1,023; each costs 12 bytes."""
 
@@ -308,35 +311,41 @@ class ZmqMailbox(Mailbox):
     # ---- receiving --------------------------------------------------------------------------------------
 
     def _received(self, inbound: Inbound) -> Task | None:
-        kind = inbound.envelope.type
+        envelope = inbound.envelope
+        kind = envelope.type
         if self.tap is not None and kind not in UNTAPPED_TYPES:
             self._call_tap(inbound)
-        self._note_credit(inbound.envelope)
-        if kind in DATA_PLANE_TYPES:
-            self._plane.on_message(inbound)
-            return None
-        if kind in SEALED_TYPES:
-            self._sealed.on_message(inbound)
-            return None
-        if kind == MessageType.GOODBYE:
-            assert isinstance(inbound.message, Goodbye)
-            reason = inbound.message.reason or PROCESS_ENDED
-            self._endpoint.on_goodbye(inbound.envelope.source, reason)
+        if envelope.requests or envelope.replies:
+            self._note_credit(envelope)
+        if kind in CONTROL_TYPES:
+            self._control(kind, inbound)
             return None
         task = self._plane.deliver(inbound, self._handler) if inbound.socket_bytes else self._handler(inbound)
         if task is not None:
             self._spin_budget.yield_cpu()
         return task
 
+    def _control(self, kind: int, inbound: Inbound) -> None:
+        """Handles a message of the transport itself."""
+        if kind in DATA_PLANE_TYPES:
+            self._plane.on_message(inbound)
+        elif kind in SEALED_TYPES:
+            self._sealed.on_message(inbound)
+        else:
+            assert isinstance(inbound.message, Goodbye)
+            reason = inbound.message.reason or PROCESS_ENDED
+            self._endpoint.on_goodbye(inbound.envelope.source, reason)
+
     def _note_credit(self, envelope: Envelope) -> None:
-        if envelope.requests or envelope.replies:
-            self._plane.send_window.on_consumed(envelope.source, envelope.requests, envelope.replies)
+        self._plane.send_window.on_consumed(envelope.source, envelope.requests, envelope.replies)
 
     def _decode(self, first: bytes, connection: LocalConnection) -> Inbound | None:
         """Decodes a packet of a reply channel."""
         inbound = self._endpoint.decode(first, (), connection)
         if inbound is not None:
-            self._note_credit(inbound.envelope)
+            envelope = inbound.envelope
+            if envelope.requests or envelope.replies:
+                self._note_credit(envelope)
             if inbound.socket_bytes:
                 self._plane.count_consumed(inbound.envelope, inbound.socket_bytes)
             if self.tap is not None:
@@ -371,16 +380,15 @@ class ZmqMailbox(Mailbox):
             links.open(link)
         began = 0 if self.tap is None else monotonic_ns()
         connection, sender = link.local, self._sender
-        what = message, message_id, frames, channel, timeout
         if connection is not None:
-            size, path = sender.send_local(link, connection, *what)
+            sent = sender.send_local(link, connection, message, message_id, frames, channel, timeout)
         else:
-            size, path = sender.send_tcp(link, *what)
+            sent = sender.send_tcp(link, message, message_id, frames, channel, timeout)
         if link.ended:  # what this message has reserved since is not to be kept for ever
             self._endpoint.reader.post(partial(self._plane.forget, peer))
         if self.tap is not None and message.TYPE not in SEALED_TYPES:
             envelope = (message.TYPE, self.worker_id, self.incarnation, message_id, channel, 0, 0, 0)
-            self.tap(True, peer, envelope, message, size, began or monotonic_ns(), path)
+            self.tap(True, peer, envelope, message, sent[0], began or monotonic_ns(), sent[1])
 
     def notify(self, peer: int, message: Message, message_id: int = 0) -> None:
         """Sends a control message, if the peer can be reached."""

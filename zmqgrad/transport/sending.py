@@ -14,7 +14,7 @@ from zmqgrad.transport import local
 from zmqgrad.transport.base import Frame
 from zmqgrad.transport.bulk import CHUNK_BYTES, MAX_INLINE_CHUNK_BYTES, Part, inline, split, split_first
 from zmqgrad.transport.data_plane import DataPlane
-from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES
+from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES, NOTHING_CONSUMED
 from zmqgrad.transport.links import Link, Links
 from zmqgrad.transport.local import LocalConnection
 from zmqgrad.transport.sealed.transport import SealedTransport
@@ -54,6 +54,7 @@ class Sender:
         self._plane = plane
         self._sealed = sealed
         self._may_wait = may_wait
+        self._has_releases = plane.has_releases
         self._consumed = plane.consumed
 
     def send_local(
@@ -68,9 +69,9 @@ class Sender:
     ) -> tuple[int, int]:
         """Sends by a local connection. Returns the size of the message, and the path of its frames."""
         peer, links = link.peer, self._links
-        source = self._source
-        if not frames and not self._plane.has_releases(peer):
-            first = encode(message, *source, message_id, channel, None, self._consumed(peer))
+        if not frames and not self._has_releases(peer):
+            consumed = self._consumed(peer, NOTHING_CONSUMED)
+            first = encode(message, *self._source, message_id, channel, None, consumed)
             size = len(first)
             if size < MIN_COUNTED_BYTES:
                 if channel and message.is_awaited_by(peer):
@@ -173,7 +174,8 @@ class Sender:
             try:
                 prepared = self._plane.prepare(peer, not size_limit, frames)
                 going, chunks = split(prepared, size_limit) if prepared.frames else (prepared, [])
-                first = encode(message, *source, message_id, channel, going.manifest, self._consumed(peer))
+                consumed = self._consumed(peer, NOTHING_CONSUMED)
+                first = encode(message, *source, message_id, channel, going.manifest, consumed)
                 size = len(first) + sum(map(len, prepared.frames))
                 if size < MIN_COUNTED_BYTES:
                     size = 0

@@ -37,8 +37,7 @@ DECODE_ERRORS = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, Recursi
 COPY_LIMIT_BYTES = 1024
 """Up to this size, copying is faster than creating a memoryview."""
 
-_write_envelope, _read_envelope = ENVELOPE_FORMAT.pack_into, ENVELOPE_FORMAT.unpack_from
-_new = tuple.__new__  # faster than the class itself
+_write_envelope = ENVELOPE_FORMAT.pack_into
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -67,7 +66,7 @@ def encode(
             kind |= WITH_MANIFEST
         _write_header(message, frame, len(frame))
         _write_envelope(
-            frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id, 0, 0, 0, *consumed
+            frame, 0, MAGIC, VERSION, kind, source, incarnation, message_id, channel, 0, 0, 0, *consumed
         )
     except ENCODE_ERRORS as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
@@ -92,34 +91,6 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
     Raises:
         ProtocolError: if the bytes are malformed. No other exception is raised.
     """
-    if (
-        type(frame) is bytes and ENVELOPE_BYTES <= len(frame) <= COPY_LIMIT_BYTES
-    ):  # the common case in one step
-        (
-            magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target, requests,
-            replies,
-        ) = _read_envelope(frame)  # fmt: skip
-        decoder = _decoders.get(kind)
-        if magic == MAGIC and version == VERSION and decoder is not None:
-            try:
-                envelope = _new(
-                    Envelope,
-                    (
-                        kind,
-                        source,
-                        incarnation,
-                        message_id,
-                        channel,
-                        sequence,
-                        acked,
-                        target,
-                        requests,
-                        replies,
-                    ),
-                )
-                return envelope, decoder.decode(frame[ENVELOPE_BYTES:])
-            except DECODE_ERRORS:
-                pass  # decode_all() finds the reason
     envelope, manifest, message = decode_all(frame)
     if manifest is not None:
         raise ProtocolError(f"worker {envelope.source} sent a manifest to a reader without shared memory")
@@ -133,10 +104,11 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
         ProtocolError: if the bytes are malformed. No other exception is raised.
     """
     envelope = read_envelope(frame)
-    start, with_manifest = ENVELOPE_BYTES, envelope.type & WITH_MANIFEST
-    if with_manifest:
+    start, with_manifest = ENVELOPE_BYTES, 0
+    decoder = _decoders.get(envelope[0])
+    if decoder is None and (with_manifest := envelope.type & WITH_MANIFEST):
         envelope = Envelope(envelope.type & ~WITH_MANIFEST, *envelope[1:])  # faster than _replace
-    decoder = _decoders.get(envelope.type)
+        decoder = _decoders.get(envelope.type)
     if decoder is None:
         raise ProtocolError(
             f"unknown message type {envelope.type | with_manifest:#x} from worker {envelope.source}"

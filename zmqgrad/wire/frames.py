@@ -2,12 +2,12 @@
 
     offset  size  field
          0     2  magic          b"zg"
-         2     1  version        3
-         3     1  channel        0, or the reply channel where the requester waits (transport/local)
-         4     2  type           MessageType; plus 0x8000 if a manifest precedes the header
-         6     2  source         worker id of the sender
-         8     8  incarnation    of the sender: random, new at every start
-        16     8  message id     of the request; a response repeats it
+         2     1  version        4
+         3     2  type           MessageType; plus 0x8000 if a manifest precedes the header
+         5     2  source         worker id of the sender
+         7     8  incarnation    of the sender: random, new at every start
+        15     8  message id     of the request; a response repeats it
+        23     1  channel        0, or the reply channel where the requester waits (transport/local)
         24     8  sequence       number of the message in its session (transport/session.py), 0: no session
         32     8  acknowledged   number of the last message received from the reader, 0: none
         40     8  target         incarnation of the receiver, 0: any
@@ -28,8 +28,8 @@ from typing import NamedTuple
 from zmqgrad.errors import ProtocolError
 
 MAGIC = b"zg"
-VERSION = 3
-ENVELOPE_FORMAT = struct.Struct("!2sBBHHQQQQQQQ")
+VERSION = 4
+ENVELOPE_FORMAT = struct.Struct("!2sBHHQQBQQQQQ")
 ENVELOPE_BYTES = ENVELOPE_FORMAT.size
 WITH_MANIFEST = 0x8000
 """Flag in the type field: a manifest precedes the header."""
@@ -40,7 +40,8 @@ MANIFEST_LENGTH = struct.Struct("!I")
 MAX_HEADER_BYTES = 512 << 20
 """Limit for envelope and header together; larger first frames are rejected unread."""
 
-_unpack_from = ENVELOPE_FORMAT.unpack_from
+_PREFIX = MAGIC + bytes((VERSION,))
+_read_fields = struct.Struct("!3xHHQQBQQQQQ").unpack_from
 _new = tuple.__new__  # faster than the class itself
 
 _SESSION_OFFSET = 24
@@ -77,12 +78,13 @@ def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
         raise ProtocolError(
             f"first frame of {len(frame)} bytes (expected {ENVELOPE_BYTES} to {MAX_HEADER_BYTES})"
         )
-    magic, version, channel, kind, *rest = _unpack_from(frame)
+    if frame[:3] != _PREFIX:
+        raise ProtocolError(_describe_foreign(bytes(frame[:3])))
+    return _new(Envelope, _read_fields(frame))
+
+
+def _describe_foreign(prefix: bytes) -> str:
+    magic, version = prefix[:2], prefix[2]
     if magic != MAGIC:
-        raise ProtocolError(f"first bytes are {magic!r}, not {MAGIC!r}: the sender does not speak zmqgrad")
-    if version != VERSION:
-        raise ProtocolError(
-            f"protocol version {version}, this side speaks {VERSION}: install the same release"
-        )
-    source, incarnation, message_id, *session = rest
-    return _new(Envelope, (kind, source, incarnation, message_id, channel, *session))
+        return f"first bytes are {magic!r}, not {MAGIC!r}: the sender does not speak zmqgrad"
+    return f"protocol version {version}, this side speaks {VERSION}: install the same release"

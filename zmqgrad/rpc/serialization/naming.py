@@ -28,7 +28,7 @@ def reference_to(function: Any, main_by_reference: bool = True) -> str:
     if not isinstance(name, str) or isinstance(function, types.MethodType):
         return ""
     if module in MAIN_NAMES:
-        return f"__main__:{name}" if main_by_reference and in_main(function) else ""
+        return f"__main__:{name}" if main_by_reference and _resolves_to("__main__", name, function) else ""
     if name.startswith(_TORCH_OPERATOR):  # their qualified names cannot be resolved
         return _builtin_reference(function)
     if isinstance(module, str) and _resolves_to(module, name, function):
@@ -54,6 +54,8 @@ def _builtin_reference(function: Any) -> str:
 
 def _resolves_to(module: str, name: str, function: Any) -> bool:
     found: Any = sys.modules.get(module)
+    if "." not in name:
+        return getattr(found, name, None) is function
     for part in name.split("."):
         found = getattr(found, part, None)
         if found is None:
@@ -89,6 +91,8 @@ def find_function(reference: str) -> Any:
     module = sys.modules.get(module_name)
     try:
         found: Any = module if module is not None else importlib.import_module(module_name)
+        if "." not in qualname:
+            return getattr(found, qualname)
         for name in qualname.split("."):
             found = getattr(found, name)
     except (ImportError, AttributeError, ValueError) as e:
