@@ -241,8 +241,8 @@ class Endpoint:
     ) -> Inbound | None:
         """Counts a decoded message, and adds what arrived apart from it. As :meth:`decode`."""
         size = len(first)
-        for frame in frames:
-            size += len(frame)
+        if frames:
+            size += sum(map(len, frames))
         if not accepted:
             self.header_bytes += len(first)
             self.frame_bytes += size - len(first)
@@ -255,9 +255,7 @@ class Endpoint:
                     if buffer.block and not buffer.segment:  # it was received before, in chunks
                         size += buffer.size
                 found = self._plane.find_frames(envelope.source, manifest, frames)
-                total = len(first)
-                for each in found:
-                    total += len(each)
+                total = len(first) + sum(map(len, found))
             if envelope.type == MessageType.ARENA_OFFER:
                 self._on_offer(envelope.source, message, path)  # type: ignore[arg-type]
                 return None

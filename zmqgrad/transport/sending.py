@@ -94,7 +94,7 @@ class Sender:
             if small and not prepared.segments:
                 links.send_packet(link, connection, first, bool(channel))
                 return len(first), INLINE
-            packets = self._packets(chunks, first)
+            packets = [first] if small else self._packets(chunks, first)
             links.send_local(link, connection, packets, self._plane.shared_memory.offers(peer, prepared))
             if len(packets) > 1:
                 in_chunks = len(first) if len(first) > local.MAX_PACKET_BYTES else 0

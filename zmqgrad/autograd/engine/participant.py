@@ -171,8 +171,9 @@ class Participant:
         except Exception as e:
             self._report_rejected(message.root, message.pass_id, [send for send, _ in message.sends], e)
             return
-        may_join = self._is_heavy() and self._may_help(message.pass_id) and not local_pass.recomputes
-        if consumes or (may_join and local_pass.queue.help()):
+        if not consumes and self._is_heavy() and self._may_help(message.pass_id):
+            consumes = not local_pass.recomputes and local_pass.queue.help()
+        if consumes:
             self._consume(local_pass, message.pass_id, message.root, inbound.envelope.channel)
         elif local_pass.queue.needs_help():
             self.request_help(local_pass, message.pass_id, message.root, inbound.envelope.channel)

@@ -37,6 +37,9 @@ class OrderedSum:
         """Add ``gradient``, which nothing else may change as long as it is held."""
         parts = self._parts
         tree, first = place
+        if not parts:  # often the only one
+            parts[tree, first, 0] = gradient
+            return
         height = 0
         while (sibling := parts.pop((tree, first ^ 1 << height, height), None)) is not None:
             is_right = first >> height & 1

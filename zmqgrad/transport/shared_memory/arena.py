@@ -97,8 +97,8 @@ class Arena:
                     state = self._peers[peer] = LeaseState()
                 for lease in leases:
                     state.leases[lease.number] = lease
-                if keep:
-                    self._writing.update([lease.number for lease in leases])
+                    if keep:
+                        self._writing.add(lease.number)
                 return leases
         except OSError as e:
             logger.debug("no shared memory for worker %d: %s", peer, e)
@@ -107,7 +107,8 @@ class Arena:
     def written(self, leases: Iterable[Lease]) -> None:
         """Nothing more is written to ``leases``: they may be freed if their peer is lost."""
         with self._lock:
-            self._writing.difference_update([lease.number for lease in leases])
+            for lease in leases:
+                self._writing.discard(lease.number)
 
     def _allocate(self, segments: Sequence[Segment], sizes: Sequence[int]) -> list[Lease] | None:
         """Allocate blocks of ``segments``; None if there is no room."""
