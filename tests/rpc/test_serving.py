@@ -18,11 +18,12 @@ from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.remote_errors import describe_exception
+from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import Cancel, MessageType
+from zmqgrad.wire.messages import Call, Cancel, MessageType, Result
 
 ONE_THREAD = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=1)
 
@@ -170,6 +171,34 @@ def test_a_caller_that_stops_waiting_cancels_the_call(pair: Cluster) -> None:
     assert stage.seen[0] == (True, 0.0)
     assert "ran" not in stage.seen
     assert len(pair.workers[1].server.in_flight) == 0
+
+
+@pytest.mark.parametrize(("source", "incarnation"), [(0, 7), (9, 7)])
+def test_a_request_of_another_process_is_not_read(
+    pair: Cluster, caplog: pytest.LogCaptureFixture, source: int, incarnation: int
+) -> None:
+    """It claims to be a member of the group, which has another incarnation or none."""
+    callee = pair.workers[1]
+    assert rpc.rpc_sync(1, count) is None
+    reference, serialized = serialize_call(count, (), {})
+    call = Call(reference, serialized.payload, 5.0)
+    task = callee.server.on_message(Inbound(Envelope(call.TYPE, source, incarnation, 77), call, ()))
+    assert task is not None
+    task()
+    assert stage.seen.count("ran") == 1
+    assert f"refused Call: its sender claims to be worker {source}, and is another process" in caplog.text
+    assert len(callee.server.in_flight) == 0
+
+
+def test_a_reply_of_another_worker_is_not_taken(pair: Cluster) -> None:
+    worker = current_worker()
+    with pair.network.hold(MessageType.RESULT):
+        pending = rpc.rpc_async(1, left_here, timeout=0)
+        (call,) = worker.client.pending.all()
+        forged = Result()
+        worker.client.on_reply(Inbound(Envelope(forged.TYPE, 0, 0, call.message_id), forged, ()))
+        assert not pending.done()
+    assert pending.wait() == math.inf
 
 
 def test_only_the_caller_can_cancel_a_call() -> None:

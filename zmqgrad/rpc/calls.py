@@ -114,6 +114,11 @@ class PendingCalls:
         """Remove and return a call; None if it is not pending any more."""
         return self._calls.pop(message_id, None)
 
+    def take_replied(self, message_id: int, source: int) -> PendingCall | None:
+        """As :meth:`take`, for a reply of ``source``: None if that is not the callee."""
+        call = self._calls.get(message_id)
+        return None if call is None or call.peer != source else self._calls.pop(message_id, None)
+
     def expire(self, now: float) -> list[PendingCall]:
         """Remove and return the calls whose deadline has passed."""
         return self._take_all([c for c in list(self._calls.values()) if c.deadline <= now])

@@ -288,7 +288,8 @@ class Client:
 
     def on_reply(self, inbound: Inbound) -> None:
         """Handle a reply that the receiver has read."""
-        call = self.pending.take(inbound.envelope.message_id)
+        envelope = inbound.envelope
+        call = self.pending.take_replied(envelope.message_id, envelope.source)
         if call is None:
             self._references.release_unread(inbound)
             return
@@ -317,7 +318,8 @@ class Client:
             if tracer is not None:
                 tracer.wait_begun(call.peer, call.message_id)
             while (inbound := port.receive(promise, call.deadline)) is not None:
-                if inbound.envelope.message_id != call.message_id:
+                envelope = inbound.envelope
+                if envelope.message_id != call.message_id or envelope.source != call.peer:
                     self._ports.on_unexpected(inbound)
                 elif self.pending.take(call.message_id) is not None:
                     promise.set_result(inbound)

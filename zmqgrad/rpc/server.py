@@ -25,6 +25,7 @@ from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.runtime.repeat_log import RepeatLog
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import RESPONSE, Cancel, Message, MessageType, RemoteCall
 from zmqgrad.wire.tensors.torch_internals import function_modes
 
@@ -145,8 +146,12 @@ class Server:
         handler(inbound)
 
     def _serve(self, handler: RequestHandler, inbound: Inbound, request: InFlightRequest | None) -> None:
-        """Serve a request in an engine thread."""
+        """Serve a request in an engine thread, which may wait for the store if the sender is unknown here."""
         envelope, failed = inbound.envelope, False
+        record = self._membership.find_known(envelope.source)
+        if (record is None or record.incarnation != envelope.incarnation) and not self._is_member(envelope):
+            self._refuse_stranger(inbound, request)
+            return
         tracer = self._hooks.tracer
         if tracer is not None:
             tracer.request_started(envelope.source, envelope.message_id)
@@ -167,6 +172,25 @@ class Server:
             if request is not None and not request.is_deferred:
                 self.in_flight.end(request)
             end_serving(token)
+
+    def _is_member(self, envelope: Envelope) -> bool:
+        """Whether the sender of a message is the worker that it claims to be. May query the store."""
+        try:
+            return self._membership.record(envelope.source).incarnation == envelope.incarnation
+        except RpcError as e:
+            logger.debug("%s does not know the sender of a request: %s", self._worker.name, e)
+            return False
+
+    def _refuse_stranger(self, inbound: Inbound, request: InFlightRequest | None) -> None:
+        """Drop a request unread whose sender is not the member of the group that it claims to be."""
+        source = inbound.envelope.source
+        self.repeats.warning(
+            f"{self._worker.name} refused {type(inbound.message).__name__}: its sender claims to be worker "
+            f"{source}, and is another process"
+        )
+        inbound.release_frames()
+        if request is not None:
+            self.in_flight.end(request)
 
     def _reject_expired(self, inbound: Inbound) -> None:
         """Reject a call whose caller stopped waiting while it was queued."""
