@@ -163,6 +163,9 @@ REPLACE_TORCH_RPC = "ZMQGRAD_REPLACE_TORCH_RPC"
 replaces_torch_rpc = Setting(REPLACE_TORCH_RPC, _parse_switch, False)
 """Whether this library replaces ``torch.distributed.rpc`` in processes that import both."""
 
+state_home = Setting("XDG_STATE_HOME", lambda _, text: text, "")
+"""The directory of what this user's programs keep on this host (XDG Base Directory Specification)."""
+
 OPTIONS: Mapping[str, Setting[Any]] = {
     "arena_limit": arena_limit,
     "arena_threshold": arena_threshold,
@@ -413,13 +416,24 @@ def has_secret(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def secret(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The job's secret from the environment, or None."""
-    return environ.get(SECRET) or None
+    """The job's secret from the environment, or None.
+
+    Raises:
+        ConfigurationError: if it is set and empty.
+    """
+    return _set_and_not_empty(SECRET, environ)
 
 
 def secret_file(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The file that holds the job's secret, or None."""
-    return environ.get(SECRET_FILE) or None
+    """The file that holds the job's secret, or None. Raises as :func:`secret`."""
+    return _set_and_not_empty(SECRET_FILE, environ)
+
+
+def _set_and_not_empty(variable: str, environ: Mapping[str, str]) -> str | None:
+    value = environ.get(variable)
+    if value == "":  # whoever has set it, by a command that failed perhaps, expects to be protected
+        raise ConfigurationError(f"the environment variable {variable} is set, but empty: set or unset it")
+    return value
 
 
 def inherited() -> dict[str, str]:

@@ -383,7 +383,7 @@ def test_a_record_tampered_with_on_its_way_is_sent_again(pair: Pair, monkeypatch
 def test_a_channel_is_replaced_before_its_key_is_worn_out(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "RENEW_AFTER_PARTS", 20)
+    monkeypatch.setattr(records, "RENEW_AFTER_PARTS", 20)
     for i in range(20):
         pair.send(i, some(2, i))
         assert pair.take().frames[0] == some(2, i)

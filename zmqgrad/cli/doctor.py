@@ -153,6 +153,9 @@ def _listen(text: str) -> int:
             for address in [host] if host else _addresses():
                 shown = f"[{address}]" if ":" in address else address
                 print(f"  zmqgrad doctor --peer {shown}:{listener.port}")
+            if keys is None:
+                warning = "without a secret: whoever reaches this port can use the bandwidth of this host"
+                print(paint(warning, RED))
             print(f"secret: {'needed' if keys else 'none'}. Stop with Ctrl-C.", flush=True)
             while not signals.take():
                 select.select([signals], [], [])

@@ -103,7 +103,7 @@ def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
 def _log_dir(path: Path | None) -> Path | None:
     if path is not None:
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--log-dir {path} cannot be created: {error.strerror}") from error
     return path

@@ -56,7 +56,7 @@ class launch:
         context = get_context(config.start_method)
         output = OutputConfig(_label, {}, config.log_dir, config.redirects, config.tee)
         if config.log_dir is not None:
-            config.log_dir.mkdir(parents=True, exist_ok=True)
+            config.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         results: dict[int, Path] = {}
 
         def start(place: Placement, local_rank: int, environ: Mapping[str, str], files: Path) -> Worker:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import threading
 from datetime import timedelta
@@ -20,8 +19,8 @@ from zmqgrad.interop.probe import Probe, Server
 from zmqgrad.rendezvous.sidecar import MAX_TIMEOUT_SECONDS
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
-from zmqgrad.store.addresses import doctor_hint
-from zmqgrad.transport.bind_policy import is_loopback
+from zmqgrad.store.addresses import doctor_hint, listening_address
+from zmqgrad.transport.security import load_keys
 
 CTCPStore: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
 
@@ -139,19 +138,14 @@ def _connect_in_thread(host: str, port: int, deadline: Deadline) -> Promise[Any]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at ``port`` on the address ``host``; on all interfaces for a name, unless it is ``localhost``.
+    """Listen where a store of ours would that ``host`` serves.
 
     Raises:
         OSError: if another socket listens there.
     """
-    if is_loopback(host):
-        host = "127.0.0.1" if host == "localhost" else host
-    else:
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            host = ""  # other hosts may resolve a name to another address family
-    if not host:
+    address = listening_address(host, port, load_keys() is not None)
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if host == "*":
         return _listen_everywhere(port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

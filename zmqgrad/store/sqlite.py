@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import sqlite3
+import stat
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +53,10 @@ def connect(path: Path, kind: str, schema: str, version: int) -> sqlite3.Connect
         sqlite3.OperationalError: if it is locked.
     """
     try:
+        _claim(path)
+    except OSError as e:
+        raise StoreError(f"cannot open the {kind} file {str(path)!r}: {e.strerror or e}") from e
+    try:
         connection = sqlite3.connect(
             path, timeout=MAX_BUSY_MS / 1000, isolation_level=None, check_same_thread=False
         )
@@ -62,6 +68,32 @@ def connect(path: Path, kind: str, schema: str, version: int) -> sqlite3.Connect
         connection.close()
         raise
     return connection
+
+
+def _claim(path: Path) -> None:
+    """Make ``path`` a file of this user alone, whose mode SQLite gives to the files beside it, too.
+
+    Not by a descriptor of the file: closing one would drop the locks of this process on it.
+
+    Raises:
+        OSError: if it belongs to another user, or cannot be created.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass  # another process was first
+        finally:
+            draft.unlink()
+        status = path.stat()
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"it belongs to user {status.st_uid}")
+    if stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) & 0o077:
+        path.chmod(0o600)
 
 
 def _identify(connection: sqlite3.Connection, path: Path, kind: str, schema: str, version: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pty
@@ -163,4 +164,18 @@ def _open_log(log_dir: Path | None, rank: int, fd: int, append: bool) -> IO[byte
     if log_dir is None:
         return None
     name = f"worker-{rank}.{'stdout' if fd == STDOUT else 'stderr'}.log"
-    return open(log_dir / name, "ab" if append else "wb", buffering=0)
+    return open(log_dir / name, "ab" if append else "wb", buffering=0, opener=_open_own)
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a file of this user alone: in a directory that others may write to, it may be a trap."""
+    descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EACCES, "it belongs to another user", path)
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -76,6 +76,10 @@ class EtcdBackend(RendezvousBackend):
         self._key = b64encode(f"{PREFIX}{run_id}".encode()).decode()
         self._announcements = b64encode(f"{ANNOUNCEMENTS}{run_id}".encode()).decode()
         options = options or EtcdOptions()
+        if options.protocol == "http" and (options.user is not None or options.ssl_cert):
+            raise ConfigurationError(
+                "a password or a certificate for etcd needs protocol=https: by http, the network can read it"
+            )
         self._timeout = options.timeout
         self._members = [_Member(host, port, options, len(members)) for host, port in members]
         self._closed = threading.Event()

@@ -45,6 +45,9 @@ RENEW_AFTER_PARTS = 1 << 28
 """After this many sealed parts, a channel is replaced by one with another key, long before the 2^32 that
 SP 800-38D permits even where nonces are random."""
 
+RENEW_AFTER_BYTES = 1 << 38
+"""The same for bytes: about where the advantage of an attacker reaches 2^-57 (RFC 8446, section 5.5)."""
+
 _HEAD = struct.Struct("!2sHQQQ")
 _MAGIC = b"zB"
 _BINDING = struct.Struct("!QQ")
@@ -101,6 +104,7 @@ class NullCipher:
     encrypts = False
     tag_bytes = 0
     sealed = 0
+    is_used_up = False
 
     def __init__(self, channel: int) -> None:
         self.channel = channel
@@ -147,6 +151,7 @@ class Cipher:
         self.channel = channel
         self.sealed = 0
         """How many parts were sealed: the next nonce."""
+        self._sealed_bytes = 0
         self._aead = AESGCM(key)
         self._binding = _BINDING.pack(source, target)
         self._pid = os.getpid()
@@ -172,6 +177,7 @@ class Cipher:
         nonce = self.sealed
         head = _pack_head(frames, self.channel, sequence, nonce)
         self.sealed = nonce + len(frames)  # before they are used: an interrupt must not repeat one
+        self._sealed_bytes += sealed_size(frames)
         parts, start = [], 0
         for i, frame in enumerate(frames):
             end = start + len(frame) + TAG_BYTES
@@ -179,6 +185,11 @@ class Cipher:
             self._aead.encrypt_into(_NONCE(nonce + i), frame, self._associated(head, i), parts[-1])
             start = end
         return bytearray(head), parts
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether another key must replace this one: the more it has sealed, the less each seal is worth."""
+        return self.sealed >= RENEW_AFTER_PARTS or self._sealed_bytes >= RENEW_AFTER_BYTES
 
     def _associated(self, head: Buffer, index: int) -> bytes:
         return bytes(head) + self._binding + _INDEX(index)

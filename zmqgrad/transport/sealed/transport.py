@@ -23,7 +23,7 @@ from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Buffer, Frame, Inbound
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.sealed.receiver import ChannelReceiver
-from zmqgrad.transport.sealed.records import AVAILABLE, RENEW_AFTER_PARTS, Cipher, NullCipher, generate_key
+from zmqgrad.transport.sealed.records import AVAILABLE, Cipher, NullCipher, generate_key
 from zmqgrad.transport.security import ZapAuthenticator, password_client
 from zmqgrad.transport.session_socket import Hooks, SessionSocket
 from zmqgrad.transport.sessions import Sessions
@@ -177,7 +177,7 @@ class SealedTransport:
         if not channel.is_connected() and (channel.slow or not self._may_wait() or not self._wait(channel)):
             return None
         socket = channel.socket
-        if socket is not None and socket.cipher.sealed >= RENEW_AFTER_PARTS:
+        if socket is not None and socket.cipher.is_used_up:
             self._renew(peer, channel)
         return socket
 
