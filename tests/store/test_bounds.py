@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing, suppress
 
 import pytest
 
@@ -104,8 +105,12 @@ def test_a_wait_too_many_is_refused(server: StoreServer) -> None:
 # ---- foreign clients ---------------------------------------------------------------------------------------
 
 
-def test_malformed_bytes_cost_a_counter(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("insecure", ["0", "1"])
+def test_malformed_bytes_cost_a_counter(
+    insecure: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P5 of docs/guarantees.md, for bytes of several protocols and random ones."""
+    monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", insecure)
     drawn = random.Random(7)
     garbage = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -114,7 +119,7 @@ def test_malformed_bytes_cost_a_counter(server: StoreServer, caplog: pytest.LogC
         *(bytes([1]) + drawn.randbytes(200) for _ in range(5)),
         *(b"\xff" + drawn.randbytes(100) for _ in range(5)),
     ]
-    with connect(server) as store:
+    with closing(StoreServer("tcp://127.0.0.1:*")) as server, connect(server) as store:
         for n, data in enumerate(garbage, 1):
             with dial(server) as stranger:
                 try:
@@ -125,8 +130,10 @@ def test_malformed_bytes_cost_a_counter(server: StoreServer, caplog: pytest.LogC
                 except OSError:
                     pass  # it closed before it had read everything
             assert store.add("n", 1) == n
-        # libzmq drops some of what looks like the beginning of a message without a word.
-        eventually(lambda: server.statistics()["malformed"], lambda malformed: malformed >= len(garbage) - 5)
+        # libzmq drops some of what looks like the beginning of a message without a word; where peers must
+        # authenticate, also what is of older versions of its protocol: what does not begin by 255.
+        least = len(garbage) - 5 if insecure == "1" else 1
+        eventually(lambda: server.statistics()["malformed"], lambda malformed: malformed >= least)
     assert caplog.text.count("dropped a malformed query") <= 2, "not a line for each"
 
 
@@ -175,7 +182,8 @@ def test_a_store_at_a_port_of_another_service() -> None:
             connection, _ = listener.accept()
             with connection:
                 connection.sendall(b"\x0120 mail.example.org ESMTP" + bytes(100))
-                connection.recv(1000)
+                with suppress(ConnectionResetError):
+                    connection.recv(1000)
 
         service = threading.Thread(target=greet)
         service.start()

@@ -26,6 +26,7 @@ from zmqgrad.store.journal import Journal
 from zmqgrad.store.leases import ACK_SECONDS, RENEW_SECONDS
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.service import SWEEP_SECONDS
+from zmqgrad.transport.security import keys_for_store, secure_client
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import StoreDeleteKey, StoreNumber
 
@@ -448,6 +449,9 @@ def test_a_late_repetition_of_a_query_that_changed_nothing_changes_nothing(world
         context.socket(zmq.DEALER) as dealer,
     ):
         dealer.linger, dealer.rcvtimeo = 0, int(PATIENCE * 1000)
+        keys = keys_for_store()
+        assert keys is not None
+        secure_client(dealer, keys)
         dealer.connect(f"tcp://127.0.0.1:{world.server.port}")
         for value in ("", "value"):
             if value:

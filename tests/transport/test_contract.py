@@ -15,9 +15,9 @@ from zmqgrad.testing.network import MemoryNetwork
 from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
 from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection, connect
 from zmqgrad.transport.local.channels import channel_endpoint
-from zmqgrad.transport.local.connection import PROTOCOL, Hello
+from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.security import Keys, load_keys, secure_client
+from zmqgrad.transport.security import Keys, load_keys, local_key, secure_client
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import StoreSet
@@ -61,8 +61,9 @@ class OverZmq:
         endpoint = mailbox.endpoints[0]
         if endpoint.startswith("ipc"):
             if endpoint not in self._locals:
-                hello = Hello(PROTOCOL, b"", mailbox.incarnation, 9)
-                self._locals[endpoint] = connect(channel_endpoint(endpoint), hello, _ignore, eager=True)
+                hello = Hello(PROTOCOL, mailbox.incarnation, 9)
+                key = local_key(None, b"")
+                self._locals[endpoint] = connect(channel_endpoint(endpoint), hello, key, _ignore, eager=True)
             # An empty packet would be the end of the connection, as would be one that is too large.
             self._locals[endpoint].send(frames[0][:MAX_PACKET_BYTES] or b"?")
             return
@@ -147,7 +148,7 @@ def test_processes_without_the_secret_can_neither_send_nor_receive() -> None:
     assert theirs is not None
     kind, arrived = OverZmq("tcp", ours), SimpleQueue[Inbound]()
     mailbox = kind.open("ours", 1)
-    others = [ZmqMailbox("s", 7, keys=keys) for keys in (None, theirs, Keys(ours.server, theirs.client))]
+    others = [ZmqMailbox("s", 7, keys=keys) for keys in (None, theirs, theirs._replace(server=ours.server))]
     try:
         mailbox.start(arrived.put, lambda peer: PeerAddress(others[0].endpoints[1:2]))
         for other in others:

@@ -30,6 +30,7 @@ from zmqgrad.transport.heartbeat.failure_detector import (
     is_on_this_host,
     is_reachable,
 )
+from zmqgrad.transport.heartbeat.protocol import CHALLENGE_SIZE, NONCE_SIZE, OF_PEER, PROOF_SIZE, prove
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.wire.messages import Hello
 
@@ -109,7 +110,11 @@ def watch(
 
 def a_listener() -> HeartbeatListener:
     """At an address of its own."""
-    return HeartbeatListener(f"ipc://@zmqgrad-{secrets.token_hex(8)}", "127.0.0.1")
+    return HeartbeatListener(f"ipc://@zmqgrad-{secrets.token_hex(8)}", "127.0.0.1", key=KEY)
+
+
+KEY = b"the key of the job"
+GREETING_SIZE = TOKEN_SIZE + CHALLENGE_SIZE
 
 
 # ---- judging ---------------------------------------------------------------------------------------------
@@ -326,12 +331,50 @@ def test_many_foreign_connections_do_not_exclude_peers(monkeypatch: pytest.Monke
             crowd = [socket.create_connection(address, WAIT) for _ in range(9)]
             for stranger in crowd:
                 stranger.settimeout(WAIT)
-                assert len(stranger.recv(TOKEN_SIZE, socket.MSG_WAITALL)) == TOKEN_SIZE
-            for stranger in crowd[: -most + 1]:  # the last of them makes room for the peer, which is back
+                assert len(stranger.recv(GREETING_SIZE, socket.MSG_WAITALL)) == GREETING_SIZE
+            for stranger in crowd[:-1]:
                 assert not stranger.recv(1)
+            heard.wait(lambda: heard.silent[-1] == (7, False))  # the peer was not excluded
             for stranger in crowd:
                 stranger.close()
             assert not heard.lost
+
+
+@pytest.mark.parametrize("kind", ["ipc", "heartbeat"])
+def test_a_process_that_does_not_know_the_key_is_not_answered(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = a_listener()
+    family = socket.AF_UNIX if kind == "ipc" else socket.AF_INET
+    address = listener.sockets[kind != "ipc"].getsockname()
+    with watch(Heard(), listener=listener):
+        for key, replies in ((b"another key", False), (KEY, True)):
+            with socket.socket(family) as stranger:
+                stranger.settimeout(WAIT)
+                stranger.connect(address)
+                greeting = stranger.recv(GREETING_SIZE, socket.MSG_WAITALL)
+                nonce = secrets.token_bytes(NONCE_SIZE)
+                for byte in nonce + prove(key, OF_PEER, greeting, nonce):  # however it arrives
+                    stranger.send(bytes([byte]))
+                assert bool(stranger.recv(1)) is replies
+    assert len([r for r in caplog.records if "does not know the key of this job" in r.message]) == 1
+
+
+def test_an_impostor_does_not_pass_for_a_peer() -> None:
+    """Another process has the name of one that has ended, and sends what it has seen of it."""
+    heard = Heard()
+    with watch(heard) as watching, socket.socket(socket.AF_UNIX) as listening:
+        name = f"@zmqgrad-{secrets.token_hex(8)}"
+        listening.bind(f"\0{name[1:]}")
+        listening.listen()
+        watching.watch(7, f"ipc://{name}")
+        guest, _ = listening.accept()
+        guest.send(bytes(GREETING_SIZE))
+        proven = guest.recv(NONCE_SIZE + PROOF_SIZE, socket.MSG_WAITALL)
+        guest.send(proven[NONCE_SIZE:])
+        heard.wait(lambda: heard.lost)
+        assert heard.lost[0][1].startswith("another process listens at")
+        guest.close()
 
 
 def test_a_host_that_accepts_no_connection_is_lost_as_unreachable() -> None:

@@ -48,9 +48,9 @@ def test_the_same_secret_from_any_place_derives_the_same_keys(
 def test_keys_are_pairs_and_hidden_from_repr() -> None:
     keys = load_keys(SECRET)
     assert keys is not None
-    for pair in keys:
+    for pair in (keys.server, keys.client):
         assert zmq.curve_public(z85.encode(pair.private)) == z85.encode(pair.public)
-    assert len({*keys.server, *keys.client}) == 4
+    assert len({*keys.server, *keys.client, keys.local}) == 5
     assert repr(keys) == "<Keys>"
 
 

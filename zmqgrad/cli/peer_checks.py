@@ -297,14 +297,17 @@ def _rate(transfer: Any) -> float:
 def _zeromq(host: str, port: int, stream: socket.socket, mechanism: str, keys: Keys | None) -> list[Check]:
     round_trip = kernel_round_trip(stream)
     secured = mechanism == "CURVE"
-    store = _store(host, port) if secured == (keys is not None) and mechanism != "PLAIN" else None
+    alike = secured == (keys is not None)
+    store = _store(host, port) if mechanism != "PLAIN" else None
     if isinstance(store, Check):
-        return [store]
+        if alike:
+            return [store]
+        store = None
     what = "a store of zmqgrad" if store else "a store, a worker, or another program with ZeroMQ"
     checks = [
         Check("server", Status.OK, f"{what}, {'with' if secured else 'without'} encryption ({mechanism})")
     ]
-    if mechanism in ("NULL", "CURVE") and secured != (keys is not None):
+    if mechanism in ("NULL", "CURVE") and not alike and not store:
         lacks, has = ("this host", "the peer") if secured else ("the peer", "this host")
         advice = f"give all processes of the job the same {environment.SECRET_FILE}"
         checks.append(Check("secret", Status.BAD, f"{has} has one, {lacks} has none", advice))

@@ -42,7 +42,7 @@ def answer(keys: Keys | None, challenge: str) -> str:
     """The proof that its sender has the job's secret; empty without one."""
     if keys is None:
         return ""
-    return hmac.digest(keys.client.private, f"zmqgrad doctor {challenge}".encode(), "sha256").hex()
+    return hmac.digest(keys.local, f"doctor {challenge}".encode(), "sha256").hex()
 
 
 def read_bytes(stream: socket.socket, size: int) -> None:

@@ -28,7 +28,7 @@ from zmqgrad.transport import local
 from zmqgrad.transport.query.client import QueryClient
 from zmqgrad.transport.query.publisher import NONCE
 from zmqgrad.transport.query.subscriber import Subscriber
-from zmqgrad.transport.security import load_keys
+from zmqgrad.transport.security import keys_for_store
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
@@ -83,7 +83,7 @@ class Connection:
         self._host = host
         self._port = port
         self._address = connecting_address(host, port)
-        self._keys = load_keys(secret)
+        self._keys = keys_for_store(secret)
         self._client = QueryClient(
             self._address,
             name=f"store-client-{secrets.token_hex(3)}",

@@ -23,7 +23,7 @@ from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.service import StoreService
 from zmqgrad.transport.query.publisher import Publisher
 from zmqgrad.transport.query.server import MAX_CLIENTS, QueryServer
-from zmqgrad.transport.security import load_keys
+from zmqgrad.transport.security import keys_for_store
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class StoreServer:
         clock: Clock = MONOTONIC,
     ) -> None:
         self.name = name
-        self._keys = load_keys(secret)
+        self._keys = keys_for_store(secret)
         self._watch_port = watch_port
         contents, replies = Contents(), ReplyCache()
         self._journal = None if journal is None else Journal(journal, sync=sync)

@@ -30,7 +30,8 @@ from zmqgrad.transport import local
 from zmqgrad.transport.base import Buffer, PeerAddress, Resolver
 from zmqgrad.transport.heartbeat import SCHEME
 from zmqgrad.transport.local.channels import channel_endpoint
-from zmqgrad.transport.local.connection import MAX_AHEAD, PROTOCOL, Hello, LocalConnection, Offer
+from zmqgrad.transport.local.connection import MAX_AHEAD, LocalConnection, Offer
+from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 from zmqgrad.transport.security import Keys, secure_client
 from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sessions import Sessions
@@ -109,6 +110,7 @@ class Links:
     Args:
         name: of the worker, used in errors.
         hello: what this mailbox tells peers of its host; the target is filled in.
+        local_key: of the local connections of the job.
         keys: the job's, required of peers by tcp; None: they are not authenticated.
         fast: whether to use local connections where the system supports them.
         sessions: of the mailbox.
@@ -121,6 +123,7 @@ class Links:
         name: str,
         context: zmq.Context[zmq.Socket[bytes]],
         hello: Hello,
+        local_key: bytes,
         keys: Keys | None,
         fast: bool,
         sessions: Sessions,
@@ -131,6 +134,7 @@ class Links:
         self._name = name
         self._context = context
         self._hello = hello
+        self._local_key = local_key
         self._keys = keys
         self._fast = fast
         self._sessions = sessions
@@ -253,6 +257,7 @@ class Links:
             opened = local.connect(
                 channel_endpoint(endpoint, number),
                 self._hello_to(target, continued),
+                self._local_key,
                 self._on_backlog,
                 eager=not number,
             )
@@ -420,7 +425,9 @@ class Links:
             link.incarnation, link.endpoint = known.incarnation, self._best_endpoint(known)
         if link.endpoint.startswith("ipc:"):
             hello = self._hello_to(link.incarnation)
-            opened = local.connect(channel_endpoint(link.endpoint), hello, _ignore, eager=True)
+            opened = local.connect(
+                channel_endpoint(link.endpoint), hello, self._local_key, _ignore, eager=True
+            )
             try:
                 opened.send(packet)
             finally:
@@ -442,7 +449,7 @@ class Links:
 
     def _hello_to(self, target: int, number: int = 0) -> Hello:
         own = self._hello
-        return Hello(PROTOCOL, own.job, target, own.source, own.incarnation, number)
+        return Hello(PROTOCOL, target, own.source, own.incarnation, number)
 
     def channel(self, link: Link, number: int) -> LocalConnection | None:
         """Returns the connection to reply channel ``number`` of the peer; None before it is accepted."""

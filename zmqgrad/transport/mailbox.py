@@ -49,10 +49,10 @@ from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 from zmqgrad.transport.links import Link, Links, set_up_unbounded
 from zmqgrad.transport.local import LocalConnection, LocalListener
 from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
-from zmqgrad.transport.local.connection import PROTOCOL, Hello
+from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.sealed.transport import SEALED_TYPES, SealedTransport
-from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
+from zmqgrad.transport.security import Keys, ZapAuthenticator, local_key, secure_server
 from zmqgrad.transport.sending import Sender
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
@@ -100,7 +100,7 @@ class ZmqMailbox(Mailbox):
         keys: the job's; by tcp, all peers must have them. None: tcp is not authenticated.
         io_threads: number of I/O threads of libzmq.
         spin_seconds: how long a thread spins before it blocks.
-        job: identifies the job; processes of other jobs are refused on this host.
+        job: random, known to the processes of the job only; others are refused on this host.
         fast_path: whether to use local connections (:mod:`~zmqgrad.transport.local`) where the system
             supports them.
 
@@ -151,11 +151,20 @@ class ZmqMailbox(Mailbox):
         )
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._spin_budget = SpinBudget(spin_seconds)
-        self._hello = Hello(PROTOCOL, job, 0, worker_id, self.incarnation)
+        hello = Hello(PROTOCOL, 0, worker_id, self.incarnation)
+        self._local_key = local_key(keys, job)
         ack = bytes(encode(Ack(), worker_id, self.incarnation, 0))
         self._sessions = Sessions(name, self.incarnation, ack, self._acknowledge)
         self._links = Links(
-            name, self._context, self._hello, keys, fast_path, self._sessions, self._watch, self._on_broken
+            name,
+            self._context,
+            hello,
+            self._local_key,
+            keys,
+            fast_path,
+            self._sessions,
+            self._watch,
+            self._on_broken,
         )
         self._service: ServiceThread | None = None
         self._own_service: ServiceThread | None = None
@@ -221,7 +230,9 @@ class ZmqMailbox(Mailbox):
             self._spin_budget,
         )
         self._endpoint.channels = self._channels
-        self._listener = HeartbeatListener(endpoint if fast_path else None, tcp_host, advertised)
+        self._listener = HeartbeatListener(
+            endpoint if fast_path else None, tcp_host, advertised, self._local_key
+        )
         if self._listener.endpoint is not None:
             self._endpoints += (self._listener.endpoint,)
 
@@ -229,7 +240,7 @@ class ZmqMailbox(Mailbox):
         return LocalListener(
             endpoint,
             poll,
-            self.job,
+            self._local_key,
             self.incarnation,
             self._call_later,
             on_opened=lambda connection: self._endpoint.on_path_opened(connection),

@@ -24,6 +24,7 @@ from zmq.utils import z85
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.transport.sockets import get_int
+from zmqgrad.transport.user_token import read_token
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +47,20 @@ class KeyPair(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The key pairs of a job, which all its processes have: for sockets that bind, and that connect."""
+    """The keys of a job, which all its processes have.
+
+    Attributes:
+        server: of sockets that bind.
+        client: of sockets that connect.
+        local: of connections within a host.
+        from_secret: whether they are derived from a secret, which other hosts may have; otherwise from the
+            token of this user, or the random name of the job.
+    """
 
     server: KeyPair
     client: KeyPair
+    local: bytes
+    from_secret: bool
 
     def __repr__(self) -> str:  # keys must not appear in logs
         return "<Keys>"
@@ -107,14 +118,43 @@ def _checked(secret: bytes, name: str) -> bytes:
 
 
 @lru_cache(maxsize=8)
-def _derive(secret: bytes) -> Keys:
-    return Keys(_pair(secret, b"listener"), _pair(secret, b"caller"))
+def _derive(secret: bytes, from_secret: bool = True) -> Keys:
+    return Keys(_pair(secret, b"listener"), _pair(secret, b"caller"), _key(secret, b"local"), from_secret)
+
+
+def _key(secret: bytes, role: bytes) -> bytes:
+    return hashlib.blake2b(hashlib.sha512(secret).digest(), digest_size=32, person=b"zg-" + role).digest()
 
 
 def _pair(secret: bytes, role: bytes) -> KeyPair:
-    private = hashlib.blake2b(hashlib.sha512(secret).digest(), digest_size=32, person=b"zg-" + role).digest()
+    private = _key(secret, role)
     public = z85.decode(zmq.curve_public(z85.encode(private)))
     return KeyPair(public, private)
+
+
+def job_keys(job: bytes) -> Keys:
+    """Returns the keys of a job without a secret, from its random name, which only its processes know."""
+    return _derive(job, False)
+
+
+def local_key(keys: Keys | None, job: bytes) -> bytes:
+    """Returns the key of the local connections of ``job``."""
+    return hmac.digest(b"" if keys is None else keys.local, b"job" + job, "sha256")
+
+
+def keys_for_store(secret: str | bytes | None = None) -> Keys | None:
+    """Returns the keys of a store and its clients: of the secret, or else of this user on this host.
+
+    Returns:
+        None if there is no secret, and the user allows connections without authentication.
+
+    Raises:
+        TypeError, ConfigurationError: as :func:`load_keys`; or there is no place for the user's token.
+    """
+    keys = load_keys(secret)
+    if keys is not None or environment.allows_insecure():
+        return keys
+    return _derive(read_token(), False)
 
 
 def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
@@ -124,7 +164,7 @@ def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
     """
     socket.curve_server = True
     socket.curve_secretkey = keys.server.private
-    socket.zap_domain = _ZAP_DOMAIN
+    _require_authenticator(socket)
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: Keys) -> None:
@@ -140,7 +180,13 @@ def password_server(socket: zmq.Socket[bytes]) -> None:
     It protects no data: an observer of the network reads it. It keeps everybody else from connecting.
     """
     socket.plain_server = True
+    _require_authenticator(socket)
+
+
+def _require_authenticator(socket: zmq.Socket[bytes]) -> None:
+    """Refuses every peer unless the authenticator admits it, also if there is none."""
     socket.zap_domain = _ZAP_DOMAIN
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def password_client(socket: zmq.Socket[bytes], password: bytes) -> None:

@@ -15,9 +15,9 @@ from tests.transport.test_contract import OverZmq
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.base import Inbound, PeerEnd, ReplyChannel
-from zmqgrad.transport.local import MAX_PACKET_BYTES
-from zmqgrad.transport.local import connection as local_connection
+from zmqgrad.transport.local import MAX_PACKET_BYTES, handshake
 from zmqgrad.transport.local.channels import MAX_CHANNELS, MAX_NUMBER, channel_endpoint
+from zmqgrad.transport.security import local_key
 from zmqgrad.wire.messages import ExceptionReply, Hello, RRefAck
 
 pytestmark = pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
@@ -69,9 +69,9 @@ def open_channel(
         numbers(events, sent - received)
 
 
-def stranger_to(box: Box) -> local_connection.Hello:
+def stranger_to(box: Box) -> handshake.Hello:
     """The first packet of a process that then sends garbage."""
-    return local_connection.Hello(local_connection.PROTOCOL, b"", box.mailbox.incarnation, 9)
+    return handshake.Hello(handshake.PROTOCOL, box.mailbox.incarnation, 9)
 
 
 def received(channel: ReplyChannel) -> Inbound:
@@ -381,7 +381,7 @@ def test_garbage_at_a_channel_is_counted_and_dropped(office: Office) -> None:
     a, _ = pair(office)
     channel = channel_to(a)
     endpoint = channel_endpoint(a.mailbox.endpoints[0], channel.number)
-    stranger = local.connect(endpoint, stranger_to(a), lambda _: None)
+    stranger = local.connect(endpoint, stranger_to(a), local_key(None, b""), lambda _: None)
     assert channel.receive(0.01) is None  # accepts
     assert stranger.is_ready()
     stranger.send(b"GET / HTTP/1.1")
@@ -394,7 +394,7 @@ def test_garbage_at_a_channel_is_counted_and_dropped(office: Office) -> None:
 def test_garbage_at_the_receiver_is_counted_and_dropped(office: Office) -> None:
     a, b = pair(office)
     endpoint = channel_endpoint(a.mailbox.endpoints[0])
-    stranger = local.connect(endpoint, stranger_to(a), lambda _: None)
+    stranger = local.connect(endpoint, stranger_to(a), local_key(None, b""), lambda _: None)
     eventually(stranger.is_ready)
     stranger.send(b"GET / HTTP/1.1")
     b.mailbox.send(0, Hello("after"), 1)

@@ -9,6 +9,7 @@ import resource
 import secrets
 import select
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,20 +20,22 @@ import pytest
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection, LocalListener
-from zmqgrad.transport.local.connection import PROTOCOL, WELCOME, Hello, Offer, send_with_gil
+from zmqgrad.transport.local.connection import Offer, send_with_gil
+from zmqgrad.transport.local.handshake import PROTOCOL, Hello, proven, welcome
+from zmqgrad.transport.local.listener import MAX_HANDSHAKES
 
 pytestmark = pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
 
 WAIT = 20.0
 JOB = b"job"
-HELLO = Hello(PROTOCOL, JOB, 7)
+HELLO = Hello(PROTOCOL, 7)
 
 
 class Site:
     """A listener, read by the test."""
 
     def __init__(self) -> None:
-        self.endpoint = f"ipc://@zmqgrad-test-{secrets.token_hex(8)}"
+        self.endpoint = local.abstract_endpoint("test")
         self.poll = select.poll()
         self.accepted: list[LocalConnection] = []
         self.accepts = True
@@ -72,8 +75,8 @@ class Site:
             ready = self.poll.poll(0)
 
     def connect(self, job: bytes = JOB, incarnation: int = 7, *, eager: bool = False) -> LocalConnection:
-        hello = Hello(PROTOCOL, job, incarnation, 3, 33)
-        connection = local.connect(self.endpoint, hello, self.backlogged.append, eager=eager)
+        hello = Hello(PROTOCOL, incarnation, 3, 33)
+        connection = local.connect(self.endpoint, hello, job, self.backlogged.append, eager=eager)
         self.opened.append(connection)
         return connection
 
@@ -126,8 +129,8 @@ def test_connections_that_continue_one_another_are_read_in_order(site: Site, acc
         while not connection.backlog():
             connection.send(b"%d" % count)
             count += 1
-        hello = Hello(PROTOCOL, JOB, 7, 3, 33, number)
-        following = local.connect(site.endpoint, hello, site.backlogged.append, eager=True)
+        hello = Hello(PROTOCOL, 7, 3, 33, number)
+        following = local.connect(site.endpoint, hello, JOB, site.backlogged.append, eager=True)
         site.opened.append(following)
         switched: list[int] = []
         connection.continue_by(following, switched.append)
@@ -148,8 +151,8 @@ def test_connections_that_continue_one_another_are_read_in_order(site: Site, acc
 def test_a_connection_is_welcome_once_those_before_it_were_read(site: Site) -> None:
     first = site.ready()
     first.send(b"1")
-    hello = Hello(PROTOCOL, JOB, 7, 3, 33, 1)
-    following = local.connect(site.endpoint, hello, site.backlogged.append, eager=True)
+    hello = Hello(PROTOCOL, 7, 3, 33, 1)
+    following = local.connect(site.endpoint, hello, JOB, site.backlogged.append, eager=True)
     site.opened.append(following)
     following.send(b"2")
     site.read()
@@ -165,8 +168,8 @@ def test_connections_continue_one_another_however_their_events_are_ordered(site:
     connection, sent = site.ready(), [b"%d" % number for number in range(4)]
     connection.send(sent[0])
     for number in range(1, 4):
-        hello = Hello(PROTOCOL, JOB, 7, 3, 33, number)
-        following = local.connect(site.endpoint, hello, site.backlogged.append, eager=True)
+        hello = Hello(PROTOCOL, 7, 3, 33, number)
+        following = local.connect(site.endpoint, hello, JOB, site.backlogged.append, eager=True)
         site.opened.append(following)
         connection.continue_by(following, lambda fd: None)
         following.send(sent[number])
@@ -495,12 +498,13 @@ def test_a_reply_is_read_though_its_sender_left_packets_unread(site: Site, files
 def test_a_listener_that_closes_resets_nobody(site: Site) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(local.unix_name(site.endpoint))
-        peer.send(msgspec.msgpack.encode(HELLO))
+        first = proven(JOB, site.endpoint, HELLO)
+        peer.send(first)
         site.read()
         peer.send(b"unread")
         site.accepted[0].send(b"reply")
         site.listener.close()
-        assert [peer.recv(100) for _ in range(3)] == [WELCOME, b"reply", b""]
+        assert [peer.recv(100) for _ in range(3)] == [welcome(JOB, first), b"reply", b""]
 
 
 def test_what_one_connection_could_not_send_is_sent_by_another(site: Site, files: Files) -> None:
@@ -557,7 +561,8 @@ def test_a_process_of_another_job_is_refused(
     site.read()
     with pytest.raises(OSError, match="another job"):
         connection.is_ready()
-    assert "refused a connection that was meant for another job or process" in caplog.text
+    why = "was meant for another process" if job == JOB else "does not know the key of this job"
+    assert why in caplog.text
     assert site.ready().is_ready()
 
 
@@ -566,27 +571,108 @@ def test_a_process_of_another_job_is_refused(
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 100,
-        msgspec.msgpack.encode(["zmqgrad-local-1", JOB, 7]),
-        msgspec.msgpack.encode([PROTOCOL, JOB]),
-        msgspec.msgpack.encode(Hello(PROTOCOL, JOB, 7)) + b"?",
+        msgspec.msgpack.encode(HELLO),
+        b"\0" * 32 + msgspec.msgpack.encode(HELLO),
+        proven(JOB, "ipc://@zmqgrad-another", HELLO),
+        proven(b"", "ipc://@zmqgrad-test", HELLO),
         b"x" * 10_000,
     ],
 )
 def test_a_foreign_protocol_is_refused(site: Site, said: bytes) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(local.unix_name(site.endpoint))
+    with stranger_at(site) as stranger:
         stranger.send(said)
         site.read()
         assert stranger.recv(100) == b""
+    assert site.accepted == []
     assert site.ready().is_ready()
+
+
+@pytest.mark.parametrize("content", [["zmqgrad-local-1", 7], [PROTOCOL], [PROTOCOL, 7, 0, 0, 0, "more"], 7])
+def test_another_version_is_refused(site: Site, content: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stranger_at(site) as stranger:
+        stranger.send(proven(JOB, site.endpoint, content))  # type: ignore[arg-type]
+        site.read()
+        assert stranger.recv(100) == b""
+    assert site.accepted == []
+
+
+def stranger_at(site: Site) -> socket.socket:
+    """A connected socket that has sent nothing."""
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.connect(local.unix_name(site.endpoint))
+    return stranger
+
+
+def test_a_proof_is_of_no_use_elsewhere(site: Site) -> None:
+    """Who reads the first packet at one endpoint cannot connect to another one by it."""
+    other = Site()
+    first = proven(JOB, other.endpoint, HELLO)
+    for at, reply in ((other, welcome(JOB, first)), (site, b"")):
+        with stranger_at(at) as stranger:
+            stranger.send(first)
+            at.read()
+            assert stranger.recv(100) == reply
+    other.listener.close()
+
+
+def test_silent_connections_are_bounded(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    silent = [stranger_at(site) for _ in range(3 * MAX_HANDSHAKES)]
+    first = proven(JOB, site.endpoint, HELLO)
+    silent[1].send(first)  # late, but before it is among too many
+    site.read()
+    for stranger in silent:
+        stranger.setblocking(False)
+    closed = [stranger for stranger in silent if has_ended(stranger)]
+    assert len(closed) == 2 * MAX_HANDSHAKES - 1
+    assert silent[1].recv(100) == welcome(JOB, first)
+    assert len(caplog.records) == 3  # the first, the tenth, the hundredth
+    assert site.ready().is_ready()
+    for stranger in silent:
+        stranger.close()
+
+
+def has_ended(stranger: socket.socket) -> bool:
+    try:
+        return stranger.recv(100, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_an_impostor_gets_nothing(backlogged: list[LocalConnection]) -> None:
+    """Another process has the name of one that has ended: it is sent a proof, which it cannot return."""
+    ended, impostor_pid = subprocess.Popen(["true"]), os.getpid()
+    ended.wait()
+    endpoint = local.abstract_endpoint("test").replace(f"-{impostor_pid}-", f"-{ended.pid}-")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
+        impostor.bind(local.unix_name(endpoint))
+        impostor.listen()
+        connection = local.connect(endpoint, HELLO, JOB, backlogged.append, eager=True)
+        connection.send(b"a call")
+        accepted, _ = impostor.accept()
+        first = accepted.recv(1000)
+        assert first == proven(JOB, endpoint, HELLO)
+        accepted.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            accepted.recv(1000)
+        accepted.send(welcome(b"another key", first))
+        with pytest.raises(ConnectionRefusedError, match="another job or process"):
+            connection.is_ready()
+        accepted.close()
+    connection.close()
+
+
+@pytest.fixture
+def backlogged() -> list[LocalConnection]:
+    return []
 
 
 def test_a_packet_that_is_too_large_ends_its_connection_alone(site: Site) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(local.unix_name(site.endpoint))
-        stranger.send(msgspec.msgpack.encode(Hello(PROTOCOL, JOB, 7)))
+        first = proven(JOB, site.endpoint, HELLO)
+        stranger.send(first)
         site.read()
-        assert stranger.recv(100) == WELCOME
+        assert stranger.recv(100) == welcome(JOB, first)
         stranger.send(b"x" * (MAX_PACKET_BYTES + 1))
         site.read()
         assert stranger.recv(100) == b""
@@ -618,7 +704,7 @@ def test_a_client_that_closes_before_accept_leaves_nothing(site: Site) -> None:
 
 def test_no_listener() -> None:
     with pytest.raises(OSError, match="refused"):
-        local.connect(f"ipc://@zmqgrad-{secrets.token_hex(8)}", HELLO, lambda _: None)
+        local.connect(f"ipc://@zmqgrad-{secrets.token_hex(8)}", HELLO, JOB, lambda _: None)
 
 
 def test_the_listener_can_end_a_connection(site: Site) -> None:
@@ -655,6 +741,6 @@ def test_a_process_of_another_user_is_refused_by_both_ends(site: Site) -> None:
     site.read()
     assert stranger.recv(10) == b""
     with pytest.raises(PermissionError, match="another user"):
-        local.connect(f"{site.endpoint}-theirs", HELLO, lambda _: None)
+        local.connect(f"{site.endpoint}-theirs", HELLO, JOB, lambda _: None)
     stranger.close()
     theirs.close()

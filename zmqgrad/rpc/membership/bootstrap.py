@@ -24,9 +24,10 @@ from zmqgrad.rpc.membership.worker_info import check_rank
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, Store, TCPStore
+from zmqgrad.transport import local
 from zmqgrad.transport.host_address import HostAddress, choose_address
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.security import load_keys
+from zmqgrad.transport.security import job_keys, load_keys
 
 logger = logging.getLogger(__name__)
 
@@ -116,22 +117,29 @@ def _make_group(
 
 
 def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
-    job = store.compare_set(_JOB_KEY, "", secrets.token_hex(8))  # the first worker sets it for all
+    job = store.compare_set(_JOB_KEY, "", secrets.token_hex(32))  # the first worker sets it for all
     address = worker_address(store)
-    logger.info("worker %s listens at %s", name, address)
+    fast_path, keys = options.uses_fast_path(), load_keys()
+    if keys is None and not environment.allows_insecure():
+        keys = job_keys(job)
+        # All workers are on this host, and other users of it have no business at a port.
+        listens = not (fast_path and local.supported())
+    else:
+        listens = True
+    logger.info("worker %s listens at %s", name, address if listens else "unix sockets only")
     return ZmqMailbox(
         name,
         number,
-        tcp_host=address.listen,
+        tcp_host=address.listen if listens else None,
         advertised=address.advertise,
         arena=options.arena(),
         timeouts=options.limits,
         inflight=options.inflight(),
-        keys=load_keys(),
+        keys=keys,
         io_threads=options.io_threads,
         spin_seconds=options.spin_seconds(),
         job=job,
-        fast_path=options.uses_fast_path(),
+        fast_path=fast_path,
     )
 
 

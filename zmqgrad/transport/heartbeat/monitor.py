@@ -7,9 +7,11 @@ that only lost its connection, and from an unreachable host.
 from __future__ import annotations
 
 import errno
+import hmac
 import logging
 import math
 import os
+import secrets
 import socket as sockets
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +31,19 @@ from zmqgrad.transport.heartbeat.failure_detector import (
     host_and_port,
     is_on_this_host,
 )
-from zmqgrad.transport.heartbeat.protocol import PING, PINGS_AT_ONCE, SCHEME, TOKEN_SIZE, write
+from zmqgrad.transport.heartbeat.protocol import (
+    CHALLENGE_SIZE,
+    NONCE_SIZE,
+    OF_LISTENER,
+    OF_PEER,
+    PING,
+    PINGS_AT_ONCE,
+    PROOF_SIZE,
+    SCHEME,
+    TOKEN_SIZE,
+    prove,
+    write,
+)
 from zmqgrad.transport.heartbeat.server import HeartbeatListener, HeartbeatServer
 from zmqgrad.transport.local import unix_name
 from zmqgrad.transport.tap import OnHeartbeat
@@ -52,7 +66,9 @@ class _Peer:
         self.local = address.startswith("ipc://")
         self.token = b"" if self.local else bytes.fromhex(address.rpartition("/")[2])
         self.socket: sockets.socket | None = None
-        self.received_token = b""  # as far as it has arrived
+        self.received = b""  # the greeting of the peer, and its proof, as far as they have arrived
+        self.nonce = b""  # that was sent for this connection
+        self.authenticated = False  # the peer has proven to be of this job
         self.last_error = ""  # of a connection attempt, for error messages
         self.next_due = 0.0  # when to ping or to connect next, by MONOTONIC
 
@@ -93,6 +109,7 @@ class HeartbeatMonitor:
         self._armed_at = math.inf  # when _do_due is called next
         self._ended: Promise[None] = Promise()
         self._closed = False
+        self._key = listener.key
         self._server = HeartbeatServer(self._name, listener, service)
         in_forks(self, HeartbeatMonitor.close_sockets)
         service.call_soon(self._server.start)
@@ -183,7 +200,7 @@ class HeartbeatMonitor:
                 continue
             if watched.socket is None:
                 self._connect(watched)
-            else:
+            elif watched.authenticated:
                 write(watched.socket, PING)  # an error shows at the next read
                 self._record(watched.peer, True)
         self._arm()
@@ -196,7 +213,7 @@ class HeartbeatMonitor:
 
     def _is_unreachable(self, watched: _Peer) -> bool:
         """Whether its kernel has not even accepted a connection. (It does if the process is only frozen.)"""
-        if watched.local or watched.received_token or watched.detector.silence < self._timeouts.remote:
+        if watched.local or watched.received or watched.detector.silence < self._timeouts.remote:
             return False
         try:
             return watched.socket is None or not watched.socket.getpeername()
@@ -206,7 +223,7 @@ class HeartbeatMonitor:
     def _connect(self, watched: _Peer) -> None:
         """Starts to connect. The socket reports the outcome."""
         watched.next_due = MONOTONIC.now() + watched.detector.interval
-        watched.received_token = b""
+        watched.received, watched.nonce, watched.authenticated = b"", b"", False
         try:
             if watched.local:
                 opened = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
@@ -251,20 +268,35 @@ class HeartbeatMonitor:
         except BlockingIOError:
             return
         except OSError as e:
-            self._on_broken(watched, e.errno or 0, connecting=not watched.received_token)
+            self._on_broken(watched, e.errno or 0, connecting=not watched.received)
             return
         if not data:
             self._on_broken(watched, 0, connecting=False)
             return
-        if len(watched.received_token) < TOKEN_SIZE:
-            watched.received_token += data
-            if watched.token and not watched.token.startswith(watched.received_token[:TOKEN_SIZE]):
-                self._lose(watched, f"another process listens at {watched.address.rpartition('/')[0]} now")
-                return
+        if not watched.authenticated and not self._continue_handshake(watched, data):
+            return
         self._record(watched.peer, False)
         watched.refusals.clear()
         if watched.detector.on_reply(MONOTONIC.now()) is LivenessChange.RECOVERED:
             self._notify(self._suspected, watched.peer, 0.0)
+
+    def _continue_handshake(self, watched: _Peer, data: bytes) -> bool:
+        """Returns whether the peer has proven to be of this job. It is lost if another process replies."""
+        assert watched.socket is not None
+        watched.received += data
+        received, size = watched.received, TOKEN_SIZE + CHALLENGE_SIZE
+        greeting, proof = received[:size], received[size : size + PROOF_SIZE]
+        if len(greeting) == size and not watched.nonce:
+            watched.nonce = secrets.token_bytes(NONCE_SIZE)
+            write(watched.socket, watched.nonce + prove(self._key, OF_PEER, greeting, watched.nonce))
+        if len(proof) == PROOF_SIZE:
+            expected = prove(self._key, OF_LISTENER, greeting, watched.nonce)
+            watched.authenticated = hmac.compare_digest(proof, expected)
+        wrong = len(proof) == PROOF_SIZE and not watched.authenticated
+        if wrong or (watched.token and not watched.token.startswith(greeting[:TOKEN_SIZE])):
+            self._lose(watched, f"another process listens at {watched.address.rpartition('/')[0]} now")
+            return False
+        return watched.authenticated
 
     def _on_broken(self, watched: _Peer, error: int, *, connecting: bool) -> None:
         """Handles a connection that broke or could not be opened."""

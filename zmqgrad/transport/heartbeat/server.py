@@ -1,12 +1,13 @@
 """Replies to the heartbeats of other workers.
 
-Over tcp, peers do not authenticate here. Their connections may therefore use at most half of the file
-descriptors of the process; beyond that, the oldest connection is closed. A worker of the job then connects
-again, which is proof of life enough. On one host only processes of the same user are accepted.
+Only workers of the job are answered. Connections may use at most half of the file descriptors of the process,
+those that have not proven yet to be of the job a quarter; beyond that, the oldest is closed. A worker of the
+job then connects again. On one host only processes of the same user are accepted.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import resource
 import secrets
@@ -16,9 +17,22 @@ from typing import Any
 
 from zmqgrad.errors import TransportError
 from zmqgrad.runtime.polling import READ
+from zmqgrad.runtime.repeat_log import RepeatLog
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.bind_policy import bind_in_range, tcp_address
-from zmqgrad.transport.heartbeat.protocol import PINGS_AT_ONCE, SCHEME, SUFFIX, TOKEN_SIZE, write
+from zmqgrad.transport.heartbeat.protocol import (
+    CHALLENGE_SIZE,
+    NONCE_SIZE,
+    OF_LISTENER,
+    OF_PEER,
+    PINGS_AT_ONCE,
+    PROOF_SIZE,
+    SCHEME,
+    SUFFIX,
+    TOKEN_SIZE,
+    prove,
+    write,
+)
 from zmqgrad.transport.local import is_same_user, unix_name
 
 logger = logging.getLogger(__name__)
@@ -35,12 +49,16 @@ class HeartbeatListener:
 
     Args:
         ipc_endpoint, tcp_host, advertised: of the mailbox.
+        key: of the job's local connections.
 
     Raises:
         TransportError: if it cannot listen.
     """
 
-    def __init__(self, ipc_endpoint: str | None, tcp_host: str | None, advertised: str | None = None) -> None:
+    def __init__(
+        self, ipc_endpoint: str | None, tcp_host: str | None, advertised: str | None = None, key: bytes = b""
+    ) -> None:
+        self.key = key
         self.token = secrets.token_bytes(TOKEN_SIZE)
         self.sockets: list[sockets.socket] = []
         self.endpoint: str | None = None
@@ -84,7 +102,9 @@ class HeartbeatServer:
         self._listener = listener
         self._service = service
         self._peers: dict[sockets.socket, None] = {}  # oldest first
+        self._handshaking: dict[sockets.socket, tuple[bytes, bytes]] = {}  # what was sent, and received
         self._most = _max_peers()
+        self._refusals = RepeatLog(logger, name)
         self._closed = False
 
     def start(self) -> None:
@@ -109,43 +129,65 @@ class HeartbeatServer:
         if peer.family == sockets.AF_UNIX and not is_same_user(peer):
             peer.close()
             return
-        if len(self._peers) >= self._most:
-            self._disconnect(next(iter(self._peers)))
+        if len(self._handshaking) >= max(1, self._most // 2):
+            self._disconnect(next(iter(self._handshaking)))
         peer.setblocking(False)
-        self._peers[peer] = None
-        self._service.watch(peer.fileno(), READ, lambda _: self._echo(peer))
-        write(peer, self._listener.token)
+        greeting = self._listener.token + secrets.token_bytes(CHALLENGE_SIZE)
+        self._handshaking[peer] = greeting, b""
+        self._service.watch(peer.fileno(), READ, lambda _: self._read(peer))
+        write(peer, greeting)
 
-    def _echo(self, peer: sockets.socket) -> None:
-        if peer not in self._peers:
+    def _read(self, peer: sockets.socket) -> None:
+        if peer not in self._peers and peer not in self._handshaking:
             return  # disconnected a moment ago
         try:
-            pings = peer.recv(PINGS_AT_ONCE)
+            data = peer.recv(PINGS_AT_ONCE)
         except BlockingIOError:
             return
         except OSError:
-            pings = b""  # the connection broke
-        if pings:
-            write(peer, pings)
-        else:
+            data = b""  # the connection broke
+        if not data:
             self._disconnect(peer)
+        elif peer in self._peers:
+            write(peer, data)
+        else:
+            self._continue_handshake(peer, data)
+
+    def _continue_handshake(self, peer: sockets.socket, data: bytes) -> None:
+        greeting, before = self._handshaking[peer]
+        received = before + data
+        self._handshaking[peer] = greeting, received
+        if len(received) < NONCE_SIZE + PROOF_SIZE:
+            return
+        nonce, proof = received[:NONCE_SIZE], received[NONCE_SIZE:]
+        key = self._listener.key
+        if not hmac.compare_digest(proof, prove(key, OF_PEER, greeting, nonce)):
+            self._refusals.warning(f"{self._name} refused a process that does not know the key of this job")
+            self._disconnect(peer)
+            return
+        del self._handshaking[peer]
+        if len(self._peers) >= self._most:
+            self._disconnect(next(iter(self._peers)))
+        self._peers[peer] = None
+        write(peer, prove(key, OF_LISTENER, greeting, nonce))
 
     def _disconnect(self, peer: sockets.socket) -> None:
         self._service.unwatch(peer.fileno())
-        del self._peers[peer]
+        self._peers.pop(peer, None)
+        self._handshaking.pop(peer, None)
         peer.close()
 
     def close(self) -> None:
         """Closes all connections and listening sockets. Idempotent."""
         self._closed = True
-        for open_socket in (*self._listener.sockets, *self._peers):
+        for open_socket in (*self._listener.sockets, *self._peers, *self._handshaking):
             self._service.unwatch(open_socket.fileno())
         self.close_sockets()
 
     def close_sockets(self) -> None:
         """Closes all sockets in this process (in a fork: its copies)."""
         self._listener.close()
-        for peer in self._peers:
+        for peer in (*self._peers, *self._handshaking):
             peer.close()
 
 

@@ -1,13 +1,13 @@
 """One ``SOCK_SEQPACKET`` connection: every packet is a message.
 
-The connecting side begins with a :class:`Hello`, which names its job, itself, and the incarnation that it
-wants to reach; the accepting side replies :data:`WELCOME`, or closes. That only guards against mistakes, such
-as an address read from another job's store: processes of the same user are trusted.
+Both ends begin with a handshake (:mod:`~zmqgrad.transport.local.handshake`). The connecting end may send
+before its peer has accepted (*eager*) if the kernel confirms that the process which the endpoint names
+listens there.
 
 What is sent must outlive its sender, also if the peer does not read just now: a thread of it may hold the
 interpreter lock. When the kernel accepts no more packets, a worker continues by another connection
 (:meth:`LocalConnection.continue_by`), whose :class:`Hello` has the next number. The peer reads it behind the
-end of the one before, and replies WELCOME only then. If many are still to be read, or the peer is a store or
+end of the one before, and replies only then. If many are still to be read, or the peer is a store or
 a reply channel, packets wait in the sender's memory.
 
 A descriptor of shared memory is sent with a packet of its own (SCM_RIGHTS). Reading with ancillary data costs
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hmac
 import logging
 import os
 import socket
@@ -28,10 +29,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from zmqgrad.runtime.forks import in_forks
-from zmqgrad.transport.local.descriptors import check_can_accept
+from zmqgrad.transport.local import handshake
+from zmqgrad.transport.local.descriptors import check_can_accept, named_process
+from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 
 logger = logging.getLogger(__name__)
 
@@ -47,29 +48,13 @@ CONNECT_SECONDS = 5
 MAX_AHEAD = 128
 """How many connections of one sender the peer has not begun to read. More packets wait in memory."""
 
-PROTOCOL = "zmqgrad-local-3"
-WELCOME = b"welcome"
 ANNOUNCEMENT = b"d"
 """The next packet has a descriptor."""
 
 _INT = struct.Struct("@i")
+_CREDENTIALS = struct.Struct("@3i")
 _RECEIVE_BYTES = MAX_PACKET_BYTES + 1  # one more reveals a truncated packet
 _NOW = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
-
-
-class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first packet: the job, the incarnation to be reached, and the sender.
-
-    ``source`` is the worker id of the sender; -1: it is a client of a store. ``number`` counts the
-    connections of which each continues the one before.
-    """
-
-    protocol: str
-    job: bytes
-    target: int
-    source: int = -1
-    incarnation: int = 0
-    number: int = 0
 
 
 def supported() -> bool:
@@ -88,11 +73,12 @@ def unix_name(endpoint: str) -> str:
 
 def is_same_user(connected: socket.socket) -> bool:
     """Returns whether the peer process runs as our user. True if the system does not report it (macOS)."""
-    if sys.platform != "linux":
-        return True  # addresses are in a private directory there
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return bool(user == os.getuid())
+    return sys.platform != "linux" or _credentials(connected)[1] == os.getuid()  # else in a private directory
+
+
+def _credentials(connected: socket.socket) -> tuple[int, ...]:
+    """Returns process id, user and group of the peer process when it began to listen, or connected."""
+    return _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
 
 
 def can_connect(endpoint: str) -> bool:
@@ -118,6 +104,7 @@ def is_listening(endpoint: str) -> bool:
 def connect(
     endpoint: str,
     hello: Hello,
+    key: bytes,
     on_backlog: Callable[[LocalConnection], None],
     *,
     eager: bool = False,
@@ -126,9 +113,11 @@ def connect(
 
     Args:
         endpoint: an ipc endpoint.
-        hello: the first packet.
+        hello: what the listener is told.
+        key: of the job.
         on_backlog: see :class:`LocalConnection`.
-        eager: send packets before the listener has accepted the connection; otherwise they wait here.
+        eager: send packets before the listener has accepted the connection, if it is certainly the process
+            that ``endpoint`` names; otherwise they wait here.
 
     Raises:
         BlockingIOError: if too many connections wait to be accepted there for CONNECT_SECONDS.
@@ -143,11 +132,14 @@ def connect(
         opened.setblocking(False)
         if not is_same_user(opened):
             raise PermissionError(f"a process of another user listens at {endpoint}")
-        opened.send(msgspec.msgpack.encode(hello))
+        first = handshake.proven(key, endpoint, hello)
+        opened.send(first)
+        eager = eager and _credentials(opened)[0] == named_process(endpoint)
     except BaseException:
         opened.close()
         raise
-    return LocalConnection(opened, on_backlog, eager=eager, number=hello.number)
+    expected = handshake.welcome(key, first)
+    return LocalConnection(opened, on_backlog, expected=expected, eager=eager, number=hello.number)
 
 
 Queued = tuple[bytes, int]
@@ -173,7 +165,8 @@ class LocalConnection:
         on_backlog: called when the kernel accepts no more, after the packet was queued: :meth:`flush` must
             then be called once the socket is writable. Called with the lock held: it must only register that.
         hello: what the peer sent; None: this end connected, and the peer has not accepted it yet.
-        eager: as for :func:`connect`.
+        expected: the packet by which the peer accepts it.
+        eager: whether to send before.
         number: of the hello that was sent.
     """
 
@@ -181,6 +174,7 @@ class LocalConnection:
         "__weakref__",
         "_announced",
         "_backlog",
+        "_expected",
         "_lock",
         "_may_send",
         "_offered",
@@ -204,10 +198,12 @@ class LocalConnection:
         on_backlog: Callable[[LocalConnection], None],
         hello: Hello | None = None,
         *,
+        expected: bytes = b"",
         eager: bool = False,
         number: int = 0,
     ) -> None:
         self._socket = connected
+        self._expected = expected
         self._send = connected.send
         self._on_backlog = on_backlog
         self.accepted = hello is not None
@@ -217,7 +213,7 @@ class LocalConnection:
         self.ahead = 0
         """How many connections the peer has yet to read before it begins with this one."""
         self._may_send = self.accepted or eager
-        self.hello = hello or Hello(PROTOCOL, b"", 0)
+        self.hello = hello or Hello(PROTOCOL, 0)
         self._lock = threading.Lock()  # guards what follows, and the order of packets
         self.sent = 0
         self.sent_bytes = 0
@@ -285,11 +281,16 @@ class LocalConnection:
                 packet = self.receive()
             except BlockingIOError:
                 return False
-            if packet != WELCOME:
+            if not hmac.compare_digest(packet, self._expected):
                 raise ConnectionRefusedError("the listener belongs to another job or process, or has closed")
             with self._lock:
                 self.accepted = self._may_send = True
         return True
+
+    def welcome(self) -> None:
+        """Tells the peer that this connection is accepted. As :meth:`send`, but counts nothing."""
+        with self._lock:
+            self._put(self._expected, -1)
 
     def send(self, packet: bytes | bytearray, *, keep_gil: bool = False) -> bool:
         """Sends ``packet``, or queues it behind earlier ones.

@@ -32,9 +32,15 @@ def check_can_accept(endpoint: str) -> None:
         OSError: EMFILE, if it has not. Nothing if that cannot be known: the endpoint has another form, or the
             process is in another process namespace.
     """
+    process = named_process(endpoint)
+    if process:
+        _check(str(process), RESERVE)
+
+
+def named_process(endpoint: str) -> int:
+    """Returns the id of the process that ``endpoint`` names; 0 if it has another form."""
     named = _PROCESS.search(endpoint)
-    if named is not None:
-        _check(named[1], RESERVE)
+    return 0 if named is None else int(named[1])
 
 
 def check_can_open(number: int) -> None:

@@ -14,14 +14,9 @@ from typing import Protocol
 import msgspec
 
 from zmqgrad.runtime.forks import in_forks
-from zmqgrad.transport.local.connection import (
-    PROTOCOL,
-    WELCOME,
-    Hello,
-    LocalConnection,
-    is_same_user,
-    unix_name,
-)
+from zmqgrad.runtime.repeat_log import RepeatLog
+from zmqgrad.transport.local.connection import LocalConnection, is_same_user, unix_name
+from zmqgrad.transport.local.handshake import PROTOCOL, Hello, read_hello, welcome
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +25,11 @@ ACCEPT_BACKLOG = 1024
 
 MAX_CONNECTIONS = 16_384
 """Peers beyond this limit are refused."""
+
+MAX_HANDSHAKES = 64
+"""Connections that may be without a hello; beyond that, the oldest of them is closed."""
+
+MAX_HELLO_BYTES = 4096
 
 BURST_PACKETS = 16
 """Packets read from one connection in a row before others have their turn."""
@@ -61,7 +61,7 @@ class LocalListener:
     Args:
         endpoint: see :func:`~zmqgrad.transport.local.connection.unix_name`.
         poll: polls the listening socket and the connections.
-        job: connections of other jobs are refused.
+        key: of the job; connections of processes that do not know it are refused.
         incarnation: connections for another process are refused.
         call_later: runs a job later, in any thread.
         on_opened: called with a connection that was accepted. Returns whether to keep it; one that continues
@@ -78,7 +78,7 @@ class LocalListener:
         self,
         endpoint: str,
         poll: Registry,
-        job: bytes,
+        key: bytes,
         incarnation: int,
         call_later: Callable[[float, Callable[[], None]], object],
         *,
@@ -98,7 +98,8 @@ class LocalListener:
         """Called when a descriptor is polled again that was not for lack of descriptors. From any thread."""
         self._paused: set[int] = set()  # descriptors that are not polled
         self._poll = poll
-        self._job = job
+        self._key = key
+        self._refusals = RepeatLog(logger, endpoint)
         self._incarnation = incarnation
         self._call_later = call_later
         self._on_opened = on_opened or _keep
@@ -228,14 +229,14 @@ class LocalListener:
             if fd == self._listening.fileno():
                 self._accept()
             return
+        packet, hello = b"", None
         try:
-            packet = new.recv(4096)
-            hello = msgspec.msgpack.decode(packet, type=Hello) if packet else None
+            packet = new.recv(MAX_HELLO_BYTES)
+            hello = read_hello(self._key, self.endpoint, packet)
         except BlockingIOError:
             return
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
-            logger.warning("%s: refused a connection that does not speak zmqgrad: %s", self.endpoint, e)
-            hello = None
+            logger.debug("%s: a connection has failed at its first packet: %s", self.endpoint, e)
         if hello is not None and hello.number:
             # Behind those accepted before, however their events are ordered: one of them may come before it.
             for earlier in list(itertools.takewhile(lambda other: other != fd, self._handshaking)):
@@ -243,10 +244,14 @@ class LocalListener:
         del self._handshaking[fd]
         self._poll.unregister(fd)
         full = len(self.connections) + len(self._following) >= self._max_connections
+        if hello is None and packet:
+            self._refusals.warning(
+                f"{self.endpoint}: refused a process that does not know the key of this job"
+            )
         if hello is None or full or not self._is_for_us(hello) or hello in self._following:
             new.close()
             return
-        connection = LocalConnection(new, self._on_backlog, hello)
+        connection = LocalConnection(new, self._on_backlog, hello, expected=welcome(self._key, packet))
         if self._continues_another(hello):
             self._following[hello] = connection
             self._on_opened(connection)
@@ -267,16 +272,15 @@ class LocalListener:
         self.connections[connection.fd] = connection
         self._poll.register(connection.fd, select.POLLIN)
         try:
-            connection.send(WELCOME)
+            connection.welcome()
         except OSError as e:  # what it has sent is to be read nevertheless
             logger.debug("%s: a peer left before it was accepted: %s", self.endpoint, e)
 
     def _is_for_us(self, hello: Hello) -> bool:
-        found = hello.protocol, hello.job, hello.target
-        matches = found == (PROTOCOL, self._job, self._incarnation)
+        matches = (hello.protocol, hello.target) == (PROTOCOL, self._incarnation)
         if not matches:
-            logger.warning(
-                "%s: refused a connection that was meant for another job or process", self.endpoint
+            self._refusals.warning(
+                f"{self.endpoint}: refused a connection that was meant for another process"
             )
         return matches
 
@@ -296,13 +300,26 @@ class LocalListener:
             logger.debug("%s: nothing accepted: %s", self.endpoint, e)
             return False
         if not is_same_user(accepted):
-            logger.warning("%s: refused a process of another user", self.endpoint)
+            self._refusals.warning(f"{self.endpoint}: refused a process of another user")
             accepted.close()
             return True
         accepted.setblocking(False)
+        self._drop_silent()
         self._handshaking[accepted.fileno()] = accepted
         self._poll.register(accepted.fileno(), select.POLLIN)
         return True
+
+    def _drop_silent(self) -> None:
+        """Closes the oldest connection without a hello if there are many. A peer sends it at once."""
+        if len(self._handshaking) < MAX_HANDSHAKES:
+            return
+        oldest = next(iter(self._handshaking))
+        self._handshake(oldest)
+        silent = self._handshaking.pop(oldest, None)
+        if silent is not None:
+            self._refusals.warning(f"{self.endpoint}: closed a connection that has sent nothing")
+            self._poll.unregister(oldest)
+            silent.close()
 
     def _end(self, fd: int, connection: LocalConnection) -> None:
         if fd in self._paused:

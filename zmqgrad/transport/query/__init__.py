@@ -19,7 +19,6 @@ from __future__ import annotations
 from zmqgrad import environment
 from zmqgrad.runtime.spinning import SpinBudget
 
-LOCAL_JOB = b"store"
 """The job named in the fast path's hello: clients of a store need not belong to one."""
 
 SPIN_SECONDS = 1e-4

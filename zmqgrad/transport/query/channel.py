@@ -18,10 +18,12 @@ from zmqgrad.runtime.clock import Clock
 from zmqgrad.runtime.polling import to_milliseconds
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
-from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, PROTOCOL, Hello, LocalConnection
-from zmqgrad.transport.query import LOCAL_JOB, spin_budget
+from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
+from zmqgrad.transport.local.handshake import PROTOCOL, Hello
+from zmqgrad.transport.query import spin_budget
 from zmqgrad.transport.query.dealer import DealerConnection, LocalAddress, ServerInfo
 from zmqgrad.transport.query.pending import PING_ID, Arrival, PendingQuery
+from zmqgrad.transport.security import local_key
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
@@ -207,7 +209,8 @@ class QueryChannel:
         try:
             fast = local.connect(
                 server.endpoint,
-                Hello(PROTOCOL, LOCAL_JOB, server.incarnation),
+                Hello(PROTOCOL, server.incarnation),
+                local_key(self._server.keys, b""),
                 self._on_backlog,
                 eager=True,
             )

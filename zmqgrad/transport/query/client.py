@@ -34,7 +34,7 @@ class QueryClient:
     Safe to use from any thread. You must close it.
 
     Args:
-        keys: the job's; None: traffic is not encrypted.
+        keys: of the store; None: traffic is not encrypted.
         fast_path: whether to use it where the server is on this host and the system supports it.
     """
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import zmq
 
+from zmqgrad import environment
 from zmqgrad.errors import AuthenticationError, ProtocolError, TransportError
 from zmqgrad.transport.query.pending import PING_ID
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
@@ -139,9 +140,7 @@ class DealerConnection:
     def _on_handshake_failed(self, kind: int, value: int) -> None:
         server = self._server
         if kind == HANDSHAKE_DENIED or (kind == HANDSHAKE_MALFORMED and value == MECHANISM_MISMATCH):
-            if server.keys is None:
-                raise AuthenticationError("the other end wants a secret, and there is none here")
-            raise AuthenticationError("the other end has no secret, or another one")
+            raise AuthenticationError(_describe(server, mechanism=kind == HANDSHAKE_MALFORMED))
         self.trouble = "connections are cut off during the handshake: is it a store?"
         if kind != HANDSHAKE_CUT or server.keys is None or server.was_connected:
             return
@@ -149,7 +148,7 @@ class DealerConnection:
         if self._cut_handshakes >= MAX_CUT_HANDSHAKES:
             self._cut_handshakes = 0
             if speaks_curve(server.address):
-                raise AuthenticationError("the other end has another secret")
+                raise AuthenticationError(_describe(server, mechanism=False))
 
     def close(self) -> None:
         """Closes the socket. Idempotent."""
@@ -160,3 +159,19 @@ class DealerConnection:
             monitor.close()
         if not self._socket.closed:
             close_client_socket(self._socket)
+
+
+def _describe(server: ServerInfo, *, mechanism: bool) -> str:
+    """Says what differs at the two ends; ``mechanism``: one end encrypts, and the other does not."""
+    if server.keys is None:
+        return "the other end wants a secret, and there is none here"
+    if server.keys.from_secret:
+        return (
+            "the other end has no secret, or another one" if mechanism else "the other end has another secret"
+        )
+    if mechanism:
+        return (
+            f"the other end authenticates nobody: it has no secret, but {environment.ALLOW_INSECURE}=1, "
+            f"which is not set here"
+        )
+    return "the other end wants a secret, or belongs to another user, and there is no secret here"

@@ -66,13 +66,13 @@ class Publisher:
         self._unread = True  # the descriptor does not report again what it has reported
         try:
             set_up_query_socket(self._socket)
+            if keys is not None:
+                secure_server(self._socket, keys)
             if local.supported():
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
                 self.endpoint = local.abstract_endpoint("watch")
                 self._socket.bind(self.endpoint)
-            if keys is not None:  # after ipc was bound: it stays unencrypted
-                secure_server(self._socket, keys)
-            bound = bind_tcp(self._socket, address, secured=keys is not None)
+            bound = bind_tcp(self._socket, address, secured=keys is not None and keys.from_secret)
         except BaseException:
             self._socket.close(linger=0)
             raise

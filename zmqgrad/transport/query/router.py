@@ -61,7 +61,7 @@ class RouterSocket:
         self._is_bound = True
         self._listening_fd = -1  # a copy of libzmq's: keeps the port, and queues connections, while unbound
         self._admission = admission
-        self._secured = keys is not None
+        self._secured = keys is not None and keys.from_secret
         self._call_later = call_later
         self._has_warned = False
         self._monitor: SocketMonitor | None = None

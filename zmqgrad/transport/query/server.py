@@ -25,11 +25,11 @@ from zmqgrad.transport import local
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
-from zmqgrad.transport.query import LOCAL_JOB, spin_budget
+from zmqgrad.transport.query import spin_budget
 from zmqgrad.transport.query.admission import Admission
 from zmqgrad.transport.query.router import MAX_UNREAD_REPLIES, RouterSocket
 from zmqgrad.transport.reader import Reader
-from zmqgrad.transport.security import Keys
+from zmqgrad.transport.security import Keys, local_key
 from zmqgrad.transport.sockets import connection_fd
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
@@ -71,7 +71,7 @@ class QueryServer:
     """Receives queries at ``address`` (``tcp://127.0.0.1:*`` lets the system choose the port).
 
     Args:
-        keys: the job's; only clients that have them are served. None: all are.
+        keys: of the store; only clients that have them are served. None: all are.
         listen_fd: file descriptor of a socket that is already bound to the port of ``address``.
         max_clients: how many clients are served.
         fast_path: whether clients of this host may use it, if the system supports it.
@@ -117,7 +117,7 @@ class QueryServer:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._router: RouterSocket | None = None
         try:
-            self._local = self._open_local(max_clients) if fast_path and local.supported() else None
+            self._local = self._open_local(max_clients, keys) if fast_path and local.supported() else None
             router = self._router = RouterSocket(
                 name, self.context, address, keys, listen_fd, self._admission, self._reader.call_later
             )
@@ -139,14 +139,14 @@ class QueryServer:
         """As :class:`~zmqgrad.transport.tap.Traced`."""
         return Identity(tapping.STORE_SERVER, self.name, 0, self.incarnation, address=self.endpoint)
 
-    def _open_local(self, max_clients: int) -> LocalListener | None:
-        endpoint = f"ipc://@zmqgrad-store-{secrets.token_hex(16)}"
+    def _open_local(self, max_clients: int, keys: Keys | None) -> LocalListener | None:
+        endpoint = local.abstract_endpoint("store")
         try:
             return self._reader.listen(
                 lambda poll: LocalListener(
                     endpoint,
                     poll,
-                    LOCAL_JOB,
+                    local_key(keys, b""),
                     self.incarnation,
                     self._reader.call_later,
                     max_connections=max_clients,

@@ -85,7 +85,7 @@ class Subscriber:
             if self._closed:
                 return
             self._disconnect()
-            socket = open_client_socket(zmq.SUB, endpoint, keys if endpoint.startswith("tcp:") else None)
+            socket = open_client_socket(zmq.SUB, endpoint, keys)
             self._socket, self.endpoint = socket, endpoint
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED)
             self._fds = (get_int(socket, zmq.FD), self._monitor.fd)
