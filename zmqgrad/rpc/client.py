@@ -244,8 +244,6 @@ class Client:
 
     def _send_error(self, call: PendingCall, error: BaseException) -> BaseException:
         """The exception for the caller when ``error`` prevented ``call`` from being sent."""
-        if isinstance(error, UnknownPeerError):  # it ended before the first message to it
-            self._worker.lose(call.peer, str(error))
         if (loss := self._loss_behind(error, call.peer, call.describe())) is not None:
             return loss
         if isinstance(error, CongestionError):
@@ -256,6 +254,9 @@ class Client:
         """The loss of ``peer`` that is behind ``error``, with which ``what`` could not be sent, if any."""
         if isinstance(error, TransportError) and peer in self._lost:
             return self._worker.loss_of(peer, what)
+        if isinstance(error, UnknownPeerError):  # it ended before the first message to it
+            self._worker.lose(peer, str(error))
+            return self._worker.loss_of(peer, what, str(error))
         if isinstance(error, ClosedError) and not self._worker.closed:  # of its end we are to be told next
             return self._worker.loss_of(peer, what, str(error))
         return None

@@ -174,4 +174,4 @@ def _describe(server: ServerInfo, *, mechanism: bool) -> str:
             f"the other end authenticates nobody: it has no secret, but {environment.ALLOW_INSECURE}=1, "
             f"which is not set here"
         )
-    return "the other end wants a secret, or belongs to another user, and there is no secret here"
+    return "the other end wants a secret, and there is none here; or it belongs to another user of this host"
