@@ -28,7 +28,7 @@ def read_token() -> bytes:
         ConfigurationError: if no directory is fit for it: names each, and why.
     """
     problems: list[str] = []
-    for directory in _directories():
+    for directory in directories():
         try:
             return _read_or_make(directory)
         except OSError as e:
@@ -40,7 +40,7 @@ def read_token() -> bytes:
     )
 
 
-def _directories() -> list[str]:
+def directories() -> list[str]:
     """Returns where the token may be, in order; the same for all processes with the same environment."""
     state = environment.state_home() or os.path.expanduser(os.path.join("~", ".local", "state"))
     found = [os.path.join(state, "zmqgrad")] if os.path.isabs(state) else []

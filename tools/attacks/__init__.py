@@ -1,0 +1,1 @@
+"""Attacks on a running job: what strangers on its host try, and must not get (docs/security.md)."""
