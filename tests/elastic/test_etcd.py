@@ -359,3 +359,10 @@ def test_certificates(tmp_path: Path) -> None:
         for conf, what in [(tls, "tls|ssl|SSL|reset"), ({"protocol": "https"}, "CERTIFICATE_VERIFY_FAILED")]:
             with pytest.raises(RendezvousConnectionError, match=what):
                 nodes.handler(1, 1, read_timeout=0.5, **conf).next_rendezvous()
+
+
+@pytest.mark.parametrize("options", [{"user": "root", "password": "pw"}, {"ssl_cert": "cert.pem"}])
+def test_no_password_goes_by_http(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
+    with pytest.raises(ConfigurationError, match=r"etcd at 192\.0\.2\.7 needs protocol=https"):
+        EtcdBackend([("127.0.0.1", 2379), ("192.0.2.7", 2379)], "job", EtcdOptions(**options))

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -489,3 +490,32 @@ def test_a_fork_must_open_the_file_itself(path: str) -> None:
     with sqlite3.connect(path) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     db.close()
+
+
+def test_the_files_are_for_this_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    old = os.umask(0)
+    try:
+        with FileStore(str(path)) as store:
+            store.set("key", "value")
+            modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()}
+    finally:
+        os.umask(old)
+    assert modes.pop("store") == 0o600
+    assert set(modes.values()) <= {0o600}
+
+
+def test_a_file_that_others_can_read_is_closed_to_them(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    path.touch(0o644)
+    with FileStore(str(path)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    path.touch(0o600)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(StoreError, match="it belongs to user 65534"):
+        FileStore(str(path))

@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+from zmqgrad import environment
 from zmqgrad.elastic.state_holder import RendezvousBackend, Token
 from zmqgrad.errors import ConfigurationError, RendezvousConnectionError, RendezvousStateError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.bind_policy import is_loopback
 
 T = TypeVar("T")
 
@@ -77,9 +79,12 @@ class EtcdBackend(RendezvousBackend):
         self._announcements = b64encode(f"{ANNOUNCEMENTS}{run_id}".encode()).decode()
         options = options or EtcdOptions()
         if options.protocol == "http" and (options.user is not None or options.ssl_cert):
-            raise ConfigurationError(
-                "a password or a certificate for etcd needs protocol=https: by http, the network can read it"
-            )
+            others = [host for host, _ in members if not is_loopback(host)]
+            if others and not environment.allows_insecure():
+                raise ConfigurationError(
+                    f"a password or a certificate for etcd at {others[0]} needs protocol=https: by http, the "
+                    f"network can read it"
+                )
         self._timeout = options.timeout
         self._members = [_Member(host, port, options, len(members)) for host, port in members]
         self._closed = threading.Event()
