@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ import zmq
 from zmq.utils import z85
 
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.store import StoreServer, TCPStore
 from zmqgrad.transport.bind_policy import check_bind_address
 from zmqgrad.transport.security import load_keys, read_secret
+from zmqgrad.transport.sockets import MAX_FRAME_BYTES
 
 SECRET = "the secret of this job"
 
@@ -52,6 +56,14 @@ def test_keys_are_pairs_and_hidden_from_repr() -> None:
         assert zmq.curve_public(z85.encode(pair.private)) == z85.encode(pair.public)
     assert len({*keys.server, *keys.client, keys.local}) == 5
     assert repr(keys) == "<Keys>"
+
+
+@pytest.mark.parametrize("variable", ["ZMQGRAD_SECRET", "ZMQGRAD_SECRET_FILE"])
+def test_a_secret_that_is_set_but_empty_is_an_error(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a command in a script that has failed: the job would run without protection."""
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(ConfigurationError, match=f"{variable} is set, but empty"):
+        load_keys()
 
 
 def test_invalid_secrets(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
@@ -105,3 +117,22 @@ def test_a_secret_opens_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
         check_bind_address("tcp://0.0.0.0:1", secured=False)
     monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
     check_bind_address("tcp://0.0.0.0:1", secured=False)
+
+
+@pytest.mark.parametrize("insecure", ["0", "1"])
+def test_a_stranger_who_announces_much_is_cut_off(insecure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq allocates what a command or message announces, before the handshake as well."""
+    monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", insecure)
+    mechanism = b"NULL" if insecure == "1" else b"CURVE"
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+    with closing(StoreServer("tcp://127.0.0.1:*")) as server:
+        for size in (MAX_FRAME_BYTES + 1, 1 << 30):
+            with socket.create_connection(("127.0.0.1", server.port), 5) as stranger:
+                stranger.sendall(greeting + b"\x06" + size.to_bytes(8, "big") + b"\x05HELLO")
+                with suppress(ConnectionResetError):
+                    while stranger.recv(4096):  # its greeting; then the end, before the limit for handshakes
+                        pass
+        with TCPStore("127.0.0.1", server.port, timeout=20) as store:  # what is larger goes in frames
+            value = os.urandom(3 * MAX_FRAME_BYTES)
+            store.set("large", value)
+            assert store.get("large") == value

@@ -6,7 +6,6 @@ import logging
 import re
 import secrets
 import threading
-from contextlib import suppress
 
 from zmqgrad import environment
 from zmqgrad.errors import (
@@ -24,7 +23,6 @@ from zmqgrad.store.addresses import connecting_address, doctor_hint, why_unknown
 from zmqgrad.store.watch import RENEW_SECONDS, WatchRegistry, as_registration, unwatch_query, watch_query
 from zmqgrad.store.watch_cache import ChangeNotification, Registration
 from zmqgrad.store.watch_targets import Prefix, Target, topic_of
-from zmqgrad.transport import local
 from zmqgrad.transport.query.client import QueryClient
 from zmqgrad.transport.query.publisher import NONCE
 from zmqgrad.transport.query.subscriber import Subscriber
@@ -184,16 +182,12 @@ class Connection:
             return subscriber, self._connected
 
     def _find_publisher(self, deadline: Deadline) -> str:
-        """The best endpoint of the server's publisher."""
+        """The endpoint of the server's publisher."""
         channel = self.request(StoreWatchChannel(), deadline.left())
         if type(channel) is not StoreChannel:
             raise StoreError(
                 f"{self._address} replied with {type(channel).__name__} instead of a watch channel"
             )
-        if channel.endpoint and local.supported():
-            with suppress(OSError):  # no descriptors are left here or there: by tcp, libzmq waits for some
-                if local.can_connect(channel.endpoint):
-                    return channel.endpoint
         return connecting_address(self._host, channel.port)
 
     def _on_broken(self) -> None:

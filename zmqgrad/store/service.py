@@ -235,7 +235,7 @@ class StoreService:
         reply: Message
         try:
             publisher = self.open_publisher()
-            reply = StoreChannel(publisher.endpoint, publisher.port)
+            reply = StoreChannel(publisher.port)
         except TransportError as e:
             reply = StoreRefused(Refusal.LIMIT, f"it cannot publish notifications: {e}")
         self.reply(route, request_id, reply)

@@ -25,9 +25,10 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
+from zmqgrad.transport.sockets import FRAME_BYTES
 from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, LargeMessage, Manifest
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = FRAME_BYTES
 """Size of a chunk; larger frames are split."""
 
 MAX_INLINE_CHUNK_BYTES = 15 << 10

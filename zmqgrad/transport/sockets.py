@@ -15,6 +15,12 @@ from zmqgrad.wire.lazy_frame import Buffer
 HANDSHAKE_TIMEOUT_MS = 10_000
 """How long a peer may take for the ZMTP handshake, authentication included."""
 
+FRAME_BYTES = 1 << 20
+"""What is larger is sent in several frames."""
+
+MAX_FRAME_BYTES = FRAME_BYTES + (64 << 10)
+"""Limit of what arrives as one frame, also in a handshake: libzmq allocates what a stranger announces."""
+
 ZERO_COPY_BYTES = 256 << 10
 """Frames of at least this size are handed to libzmq without a copy; the sender must not write to them."""
 
@@ -45,9 +51,10 @@ _unpack_event = struct.Struct("=HI").unpack_from
 
 
 def set_up(socket: zmq.Socket[bytes]) -> None:
-    """Sets the options that every socket has: nothing lingers, and a handshake has a time limit."""
+    """Sets the options that every socket has: nothing lingers, a handshake and a frame are limited."""
     socket.linger = 0
     socket.handshake_ivl = HANDSHAKE_TIMEOUT_MS
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
 
 def use_io_thread(socket: zmq.Socket[bytes], *, bulk: bool) -> None:
@@ -87,6 +94,23 @@ def send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer])
     for i, frame in enumerate(frames):
         flags = NOBLOCK if i == last else NOBLOCK_MORE
         socket.send(frame, flags, copy=len(frame) < ZERO_COPY_BYTES)
+
+
+def send_split(socket: zmq.Socket[bytes], data: Buffer, flags: int = NOBLOCK) -> None:
+    """Queues ``data`` in frames of FRAME_BYTES, which :func:`joined` puts together again."""
+    if len(data) <= FRAME_BYTES:
+        socket.send(data, flags, copy=len(data) < ZERO_COPY_BYTES)
+        return
+    view = memoryview(data)
+    last = (len(data) - 1) // FRAME_BYTES * FRAME_BYTES
+    for start in range(0, last, FRAME_BYTES):
+        socket.send(view[start : start + FRAME_BYTES], flags | int(zmq.SNDMORE), copy=False)
+    socket.send(view[last:], flags, copy=False)
+
+
+def joined(frames: Sequence[zmq.Frame]) -> bytes:
+    """Returns the content of several frames."""
+    return b"".join([frame.buffer for frame in frames])
 
 
 class SocketEvent(NamedTuple):

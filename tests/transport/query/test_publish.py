@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import secrets
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -109,12 +108,8 @@ def publishing(keys: Keys | None) -> Iterator[Publishing]:
     made.stop()
 
 
-@pytest.fixture(params=["ipc", "tcp"])
-def endpoint(request: pytest.FixtureRequest, publishing: Publishing) -> str:
-    if request.param == "tcp":
-        return f"tcp://127.0.0.1:{publishing.publisher.port}"
-    if not publishing.publisher.endpoint:
-        pytest.skip("this system has no abstract names")
+@pytest.fixture
+def endpoint(publishing: Publishing) -> str:
     return publishing.publisher.endpoint
 
 
@@ -128,20 +123,6 @@ def test_no_notification_is_lost_once_the_subscription_is_proved(
         publishing.publish(*map(created, range(3)))
         assert [each.received.get(timeout=PATIENCE) for _ in range(3)] == [*map(created, range(3))]
         each.close()
-
-
-def test_no_name_is_resolved_to_connect_on_this_host(
-    publishing: Publishing, keys: Keys | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A name server that does not reply would delay every watch by seconds."""
-    if not publishing.publisher.endpoint:
-        pytest.skip("this system has no abstract names")
-    resolved: list[object] = []
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: resolved.append(args))
-    each = Subscribed(publishing.publisher.endpoint, keys)
-    each.prove(publishing)
-    each.close()
-    assert resolved == []
 
 
 def test_thousands_arrive_in_order(publishing: Publishing, keys: Keys | None, endpoint: str) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from zmqgrad.transport.local.connection import (
     MAX_PACKET_BYTES,
     LocalConnection,
-    can_connect,
     connect,
     is_listening,
     is_same_user,
@@ -31,7 +30,6 @@ __all__ = [
     "LocalConnection",
     "LocalListener",
     "abstract_endpoint",
-    "can_connect",
     "check_can_open",
     "connect",
     "is_listening",

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from zmqgrad.runtime.forks import in_forks
 from zmqgrad.transport.local import handshake
-from zmqgrad.transport.local.descriptors import check_can_accept, named_process
+from zmqgrad.transport.local.descriptors import named_process
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 
 logger = logging.getLogger(__name__)
@@ -79,18 +79,6 @@ def is_same_user(connected: socket.socket) -> bool:
 def _credentials(connected: socket.socket) -> tuple[int, ...]:
     """Returns process id, user and group of the peer process when it began to listen, or connected."""
     return _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-
-
-def can_connect(endpoint: str) -> bool:
-    """Returns whether a ZeroMQ socket of a process of our own user listens at ``endpoint`` (ipc).
-
-    Raises:
-        OSError: if this process, or the one that listens there, has no file descriptor for a connection.
-    """
-    check_can_accept(endpoint)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(unix_name(endpoint)) == 0 and is_same_user(probe)
 
 
 def is_listening(endpoint: str) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import zmq
 
 from zmqgrad import environment
-from zmqgrad.errors import AuthenticationError, ProtocolError, TransportError
+from zmqgrad.errors import AuthenticationError, TransportError
 from zmqgrad.transport.query.pending import PING_ID
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
 from zmqgrad.transport.security import Keys
@@ -22,9 +22,10 @@ from zmqgrad.transport.sockets import (
     HANDSHAKE_MALFORMED,
     MECHANISM_MISMATCH,
     NOBLOCK,
-    ZERO_COPY_BYTES,
     SocketMonitor,
     get_int,
+    joined,
+    send_split,
 )
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, encode
 from zmqgrad.wire.messages import StorePing
@@ -89,7 +90,7 @@ class DealerConnection:
     def send(self, packet: bytearray) -> None:
         """Queues ``packet``, which leaves as soon as there is a connection."""
         try:
-            self._socket.send(packet, NOBLOCK, copy=len(packet) < ZERO_COPY_BYTES)
+            send_split(self._socket, packet)
         except zmq.Again:  # a handshake failed so soon; the monitor reports why
             self.refused = True
 
@@ -98,19 +99,13 @@ class DealerConnection:
         self.send(encode(StorePing(secrets.token_hex(8)), 0, self._client, PING_ID))
 
     def receive(self) -> bytes | memoryview | None:
-        """Returns the next message. Must be called until it returns None before ``fd`` is polled again.
-
-        Raises:
-            ProtocolError: if the message has several frames.
-        """
+        """Returns the next message. Must be called until it returns None before ``fd`` is polled again."""
         try:
             frames = self._socket.recv_multipart(NOBLOCK, copy=False)
         except zmq.Again:
             return None
         if len(frames) != 1:
-            raise ProtocolError(
-                f"{self._server.address} replied with {len(frames)} frames (expected one): is it a store?"
-            )
+            return joined(frames)
         frame = frames[0]
         return frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
 

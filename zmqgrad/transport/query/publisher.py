@@ -8,14 +8,12 @@ that the client made before are in place.
 from __future__ import annotations
 
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable
 
 import zmq
 
 from zmqgrad.runtime.clock import monotonic_ns
-from zmqgrad.transport import local
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.bind_policy import bind_tcp
 from zmqgrad.transport.query.sockets import set_up_query_socket
@@ -35,7 +33,9 @@ MAX_NONCES = 100_000
 
 
 class Publisher:
-    """An XPUB at an ipc endpoint for this host, and at a tcp port. Used by the server's thread alone.
+    """An XPUB at a tcp port. Used by the server's thread alone.
+
+    Not at an ipc endpoint: there, libzmq aborts the process if it has no descriptor left for a connection.
 
     Args:
         context: of the server; with ``keys`` it has an authenticator.
@@ -57,8 +57,6 @@ class Publisher:
     ) -> None:
         self.published = 0
         """How many notifications were published."""
-        self.endpoint = ""
-        """The ipc endpoint; empty where there are no abstract names."""
         self._incarnation = incarnation
         self._on_nonce = on_nonce
         self._nonces: OrderedDict[str, None] = OrderedDict()
@@ -68,15 +66,11 @@ class Publisher:
             set_up_query_socket(self._socket)
             if keys is not None:
                 secure_server(self._socket, keys)
-            if local.supported():
-                self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-                self.endpoint = local.abstract_endpoint("watch")
-                self._socket.bind(self.endpoint)
-            bound = bind_tcp(self._socket, address, secured=keys is not None and keys.from_secret)
+            self.endpoint = bind_tcp(self._socket, address, secured=keys is not None and keys.from_secret)
         except BaseException:
             self._socket.close(linger=0)
             raise
-        self.port = int(bound.rpartition(":")[2])
+        self.port = int(self.endpoint.rpartition(":")[2])
         self.fd = get_int(self._socket, zmq.FD)
         """The descriptor to poll; see :meth:`read`."""
         self.tracer: Tracer | None = None

@@ -20,10 +20,9 @@ from zmqgrad.transport.sockets import (
     DISCONNECTED,
     HANDSHAKE_FAILED,
     LISTENING,
-    NOBLOCK,
     NOBLOCK_MORE,
-    ZERO_COPY_BYTES,
     SocketMonitor,
+    send_split,
 )
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class RouterSocket:
             zmq.ZMQError: if the client has disconnected, or does not read its replies.
         """
         self.socket.send(route, NOBLOCK_MORE)
-        self.socket.send(data, NOBLOCK, copy=len(data) < ZERO_COPY_BYTES)
+        send_split(self.socket, data)
 
     def read_events(self) -> int:
         """Counts connections. Accepts no more if the process has no file descriptors left.

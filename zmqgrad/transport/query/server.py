@@ -30,7 +30,7 @@ from zmqgrad.transport.query.admission import Admission
 from zmqgrad.transport.query.router import MAX_UNREAD_REPLIES, RouterSocket
 from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.security import Keys, local_key
-from zmqgrad.transport.sockets import connection_fd
+from zmqgrad.transport.sockets import connection_fd, joined
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.frames import Envelope, read_envelope
@@ -246,14 +246,16 @@ class QueryServer:
     # ---- receiving --------------------------------------------------------------------------------------
 
     def _from_router(self) -> None:
-        frames = self._receive_by_router(copy=False)
+        route, *frames = self._receive_by_router(copy=False)
+        if not frames:
+            self._on_malformed(route.bytes, b"", route, ProtocolError("a query of no frame"))
+            return
         frame = frames[-1]
-        data = frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
-        if len(frames) == 2:
-            self._receive(data, frames[0].bytes, frame)
+        if len(frames) == 1:
+            data = frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
         else:
-            error = ProtocolError(f"a query of {len(frames) - 1} frames (expected one)")
-            self._on_malformed(frames[0].bytes, data, frame, error)
+            data = joined(frames)
+        self._receive(data, route.bytes, frame)
 
     def _receive(self, data: bytes | memoryview, route: Route, frame: zmq.Frame | None = None) -> None:
         """Handles a message that arrived by either path; ``frame`` is None by the fast path."""

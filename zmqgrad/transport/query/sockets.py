@@ -41,7 +41,6 @@ _users = 0
 def set_up_query_socket(socket: zmq.Socket[bytes]) -> None:
     """Sets the options that clients and servers have in common."""
     set_up(socket)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
     # A host that vanishes without closing its connections is noticed within 40 s.
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle = 20
@@ -66,6 +65,8 @@ def open_client_socket(kind: int, address: str, keys: Keys | None) -> zmq.Socket
     socket.reconnect_ivl = RECONNECT_MS
     socket.reconnect_ivl_max = MAX_RECONNECT_MS
     socket.connect_timeout = CONNECT_TIMEOUT_MS
+    if kind == zmq.SUB:
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)  # a notification is one frame
     if keys is not None:
         secure_client(socket, keys)
     return socket

@@ -38,10 +38,9 @@ class StoreWatchChannel(Message, frozen=True):
 
 
 class StoreChannel(Message, frozen=True):
-    """At this ``endpoint`` for clients of the server's host (empty: none), and at this tcp ``port``."""
+    """At this tcp ``port`` of the server's host."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_CHANNEL
-    endpoint: Name
     port: Port
 
 
