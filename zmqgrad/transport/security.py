@@ -5,7 +5,8 @@ traffic stays secret even if the job's secret leaks later. Both ends prove that 
 either receives a message: a client must know the server's public key, which is never published, and must
 itself have the job's client key, which the authenticator checks (https://rfc.zeromq.org/spec/27/).
 
-Sockets that only processes of this user can reach (ipc) are not encrypted.
+Connections within a host (:mod:`~zmqgrad.transport.local`) are authenticated, and not encrypted: no other user
+can read them.
 """
 
 from __future__ import annotations
