@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zmqgrad.__main__ import main
-from zmqgrad.transport.security import load_keys, read_secret
+from zmqgrad.transport.security import keys_for_store, load_keys, read_secret
 
 
 def test_a_file_that_only_its_owner_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,3 +45,19 @@ def test_an_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_path_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["secret", "--write", str(tmp_path / "no" / "such")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_one_for_clients_of_the_store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ZMQGRAD_SECRET_FILE", raising=False)
+    monkeypatch.delenv("ZMQGRAD_SECRET", raising=False)
+    assert main(["secret", "--role", "store"]) == 2
+    assert "set ZMQGRAD_SECRET_FILE" in capsys.readouterr().err
+    job = tmp_path / "job"
+    assert main(["secret", "--write", str(job)]) == 0
+    monkeypatch.setenv("ZMQGRAD_SECRET_FILE", str(job))
+    assert main(["secret", "--role", "store"]) == 0
+    theirs = capsys.readouterr().out.strip()
+    assert keys_for_store(theirs) == keys_for_store(read_secret(str(job)))
+    assert load_keys(theirs) != load_keys(read_secret(str(job)))

@@ -15,7 +15,13 @@ from zmq.utils import z85
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.store import StoreServer, TCPStore
 from zmqgrad.transport.bind_policy import check_bind_address
-from zmqgrad.transport.security import load_keys, read_secret
+from zmqgrad.transport.security import (
+    keys_for_store,
+    keys_for_worker,
+    load_keys,
+    read_secret,
+    store_secret,
+)
 from zmqgrad.transport.sockets import MAX_FRAME_BYTES
 
 SECRET = "the secret of this job"
@@ -136,3 +142,21 @@ def test_a_stranger_who_announces_much_is_cut_off(insecure: str, monkeypatch: py
             value = os.urandom(3 * MAX_FRAME_BYTES)
             store.set("large", value)
             assert store.get("large") == value
+
+
+def test_a_secret_of_the_store_admits_to_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = store_secret(SECRET.encode())
+    assert theirs.startswith(b"store-")
+    assert store_secret(theirs) == theirs
+    assert keys_for_store(SECRET) == keys_for_store(theirs) != load_keys(SECRET)
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=20, secret=SECRET) as store,
+        TCPStore("127.0.0.1", store.port, timeout=20, secret=theirs) as client,
+    ):
+        client.set("key", "value")
+        assert store.get("key") == b"value"
+    monkeypatch.setenv("ZMQGRAD_SECRET", theirs.decode())
+    with pytest.raises(ConfigurationError, match="one for clients of the store"):
+        keys_for_worker()
+    monkeypatch.setenv("ZMQGRAD_SECRET", SECRET)
+    assert keys_for_worker() == load_keys(SECRET)

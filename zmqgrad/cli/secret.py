@@ -22,6 +22,7 @@ see those of any process."""
 _EXAMPLES = (
     f"zmqgrad secret --write ~/job7.secret && export {environment.SECRET_FILE}=~/job7.secret",
     f"export {environment.SECRET}=$(zmqgrad secret)",
+    f"{environment.SECRET_FILE}=~/job7.secret zmqgrad secret --role store --write ~/dashboard.secret",
     "zmqgrad secret | kubectl create secret generic job7 --from-file=secret=/dev/stdin",
 )
 
@@ -33,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write", type=Path, metavar="PATH", help="create this file, with mode 600, instead of printing"
     )
+    parser.add_argument(
+        "--role",
+        choices=("job", "store"),
+        default="job",
+        help="job: a new secret; store: one for clients of the store, which admits to no worker, derived "
+        f"from the job's, which {environment.SECRET} or {environment.SECRET_FILE} has (default: job)",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -41,12 +49,24 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: if the file exists already, or cannot be written.
     """
-    secret = secrets.token_hex(SECRET_BYTES)
+    secret = secrets.token_hex(SECRET_BYTES) if arguments.role == "job" else _for_store()
     if arguments.write is None:
         print(secret)
     else:
         _write(arguments.write, f"{secret}\n")
     return 0
+
+
+def _for_store() -> str:
+    from zmqgrad.transport.security import find_secret, store_secret  # loads ZeroMQ
+
+    secret = find_secret()
+    if secret is None:
+        raise ConfigurationError(
+            f"--role store derives a secret from that of the job: set {environment.SECRET_FILE} (or "
+            f"{environment.SECRET})"
+        )
+    return store_secret(secret).decode()
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,8 +5,8 @@ traffic stays secret even if the job's secret leaks later. Both ends prove that 
 either receives a message: a client must know the server's public key, which is never published, and must
 itself have the job's client key, which the authenticator checks (https://rfc.zeromq.org/spec/27/).
 
-Connections within a host (:mod:`~zmqgrad.transport.local`) are authenticated, and not encrypted: no other user
-can read them.
+Connections within a host (:mod:`~zmqgrad.transport.local`) are authenticated, and not encrypted: no other
+user can read them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from zmqgrad.transport.sockets import get_int
 from zmqgrad.transport.user_token import read_token
 
 logger = logging.getLogger(__name__)
+
+OF_STORE = b"store-"
+"""What a secret begins with that admits to the store of a job, and not to its workers."""
 
 MIN_SECRET_BYTES = 16
 """Shorter secrets can be guessed from recorded traffic by trying them all."""
@@ -74,6 +77,16 @@ def load_keys(secret: str | bytes | None = None) -> Keys | None:
         The keys; None if there is no secret.
 
     Raises:
+        TypeError, ConfigurationError: as :func:`find_secret`.
+    """
+    found = find_secret(secret)
+    return None if found is None else _derive(found)
+
+
+def find_secret(secret: str | bytes | None = None) -> bytes | None:
+    """Returns ``secret``, or that of the environment if it is None; None if there is none.
+
+    Raises:
         TypeError: if ``secret`` is neither str nor bytes.
         ConfigurationError: if the secret is too short, set twice, or its file cannot be read safely.
     """
@@ -82,11 +95,18 @@ def load_keys(secret: str | bytes | None = None) -> Keys | None:
         if value is not None and path is not None:
             raise ConfigurationError(f"both {environment.SECRET} and {environment.SECRET_FILE} are set")
         if path is not None:
-            return _derive(read_secret(path))
-        return None if value is None else _derive(_checked(value.encode(), environment.SECRET))
+            return read_secret(path)
+        return None if value is None else _checked(value.encode(), environment.SECRET)
     if not isinstance(secret, (str, bytes)):
         raise TypeError(f"a secret must be str or bytes, not {type(secret).__name__}")
-    return _derive(_checked(secret.encode() if isinstance(secret, str) else secret, "the secret"))
+    return _checked(secret.encode() if isinstance(secret, str) else secret, "the secret")
+
+
+def store_secret(secret: bytes) -> bytes:
+    """Returns the secret that clients of the job's store need: it does not tell ``secret`` itself."""
+    if secret.startswith(OF_STORE):
+        return secret
+    return OF_STORE + _key(secret, b"store").hex().encode()
 
 
 def read_secret(path: str) -> bytes:
@@ -152,10 +172,25 @@ def keys_for_store(secret: str | bytes | None = None) -> Keys | None:
     Raises:
         TypeError, ConfigurationError: as :func:`load_keys`; or there is no place for the user's token.
     """
-    keys = load_keys(secret)
-    if keys is not None or environment.allows_insecure():
-        return keys
-    return _derive(read_token(), False)
+    found = find_secret(secret)
+    if found is not None:
+        return _derive(store_secret(found))
+    return None if environment.allows_insecure() else _derive(read_token(), False)
+
+
+def keys_for_worker() -> Keys | None:
+    """Returns the keys of the job's workers; None if there is no secret.
+
+    Raises:
+        ConfigurationError: as :func:`load_keys`; or if the secret is one for clients of the store.
+    """
+    found = find_secret()
+    if found is not None and found.startswith(OF_STORE):
+        raise ConfigurationError(
+            "this secret is one for clients of the store (`zmqgrad secret --role store`): a worker needs "
+            "that of the job itself"
+        )
+    return None if found is None else _derive(found)
 
 
 def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:

@@ -27,7 +27,7 @@ from zmqgrad.store import FileStore, Store, TCPStore
 from zmqgrad.transport import local
 from zmqgrad.transport.host_address import HostAddress, choose_address
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.security import job_keys, load_keys
+from zmqgrad.transport.security import job_keys, keys_for_worker, load_keys
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _make_group(
 def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
     job = store.compare_set(_JOB_KEY, "", secrets.token_hex(32))  # the first worker sets it for all
     address = worker_address(store)
-    fast_path, keys = options.uses_fast_path(), load_keys()
+    fast_path, keys = options.uses_fast_path(), keys_for_worker()
     if keys is None and not environment.allows_insecure():
         keys = job_keys(job)
         # All workers are on this host, and other users of it have no business at a port.
