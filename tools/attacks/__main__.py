@@ -86,7 +86,8 @@ def main() -> int:
     for secret in (False, True):
         with _job(secret) as (target, watch):
             for cell in (each for each in chosen if each.secret == secret):
-                got = attack(cell.attacker, directories(), cell.attempt, target)
+                scratch = os.path.dirname(target.marker)
+                got = attack(cell.attacker, directories(), scratch, cell.attempt, target)
                 problems = [got] if got else []
                 problems += watch()
                 tried += 1

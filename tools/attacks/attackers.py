@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import tempfile
 import traceback
 from collections.abc import Callable
 from enum import Enum
@@ -26,11 +27,12 @@ class Attacker(Enum):
     OWN_USER = "another job of the same user, without the secret"
 
 
-def attack(attacker: Attacker, hidden: list[str], act: Callable[..., str], *args: Any) -> str:
+def attack(attacker: Attacker, hidden: list[str], scratch: str, act: Callable[..., str], *args: Any) -> str:
     """Let ``attacker`` call ``act(*args)``.
 
     Args:
         hidden: directories that a container does not have.
+        scratch: the directory of his temporary files.
 
     Returns:
         What he got, in words; empty for nothing.
@@ -40,7 +42,7 @@ def attack(attacker: Attacker, hidden: list[str], act: Callable[..., str], *args
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
-        target=_run, args=(theirs, attacker, hidden, act, args)
+        target=_run, args=(theirs, attacker, hidden, scratch, act, args)
     )
     process.start()
     theirs.close()
@@ -58,9 +60,15 @@ def attack(attacker: Attacker, hidden: list[str], act: Callable[..., str], *args
 
 
 def _run(
-    result: Connection, attacker: Attacker, hidden: list[str], act: Callable[..., str], args: tuple[Any, ...]
+    result: Connection,
+    attacker: Attacker,
+    hidden: list[str],
+    scratch: str,
+    act: Callable[..., str],
+    args: tuple[Any, ...],
 ) -> None:
     try:
+        tempfile.tempdir = scratch
         if attacker is Attacker.OTHER_USER:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -81,7 +89,7 @@ def _enter_container(hidden: list[str]) -> None:
     _check(libc.mount(None, b"/", None, _PRIVATE_RECURSIVELY, None))
     for directory in hidden:
         if os.path.isdir(directory):
-            _check(libc.mount(b"none", directory.encode(), b"tmpfs", 0, None))
+            _check(libc.mount(b"none", directory.encode(), b"tmpfs", 0, b"mode=0700"))
     child = os.fork()  # the first process of the new namespace
     if child:
         os.waitpid(child, 0)
