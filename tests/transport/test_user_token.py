@@ -46,7 +46,7 @@ def test_keys_of_the_user_are_not_those_of_a_secret(state: Path, monkeypatch: py
     assert not keys.from_secret
     assert keys == keys_for_store()
     secret = "0123456789abcdef"
-    assert keys_for_store(secret) == load_keys(secret)
+    assert keys_for_store(secret) not in (None, keys, load_keys(secret))
     monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
     assert keys_for_store() is None
 
