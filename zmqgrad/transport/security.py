@@ -39,6 +39,8 @@ MIN_SECRET_BYTES = 16
 _OF_GROUP = stat.S_IRWXG
 _OF_OTHERS = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 
+_OWN_HOST = ("localhost", "127.0.0.1", "0.0.0.0", "[::]")  # as clients and servers write it
+
 _ZAP_DOMAIN = b"zmqgrad"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
@@ -161,6 +163,17 @@ def job_keys(job: bytes) -> Keys:
 def local_key(keys: Keys | None, job: bytes) -> bytes:
     """Returns the key of the local connections of ``job``."""
     return hmac.digest(b"" if keys is None else keys.local, b"job" + job, "sha256")
+
+
+def store_endpoint(keys: Keys | None, address: str) -> str:
+    """Returns the ipc endpoint beside a store's tcp ``address``, which only holders of ``keys`` know.
+
+    Empty if ``address`` may be of another host, or is one of several that this host has for itself.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if keys is None or host not in _OWN_HOST:
+        return ""
+    return f"ipc://@zmqgrad-store-{hmac.digest(keys.local, f'port {port}'.encode(), 'sha256').hex()[:32]}"
 
 
 def keys_for_store(secret: str | bytes | None = None) -> Keys | None:

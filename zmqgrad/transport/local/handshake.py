@@ -18,6 +18,9 @@ PROTOCOL = "zmqgrad-local-4"
 
 PROOF_BYTES = 32
 
+ANY = 0
+"""The target of a client that does not know its store yet."""
+
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the connecting end tells: the incarnation to be reached, and the sender.

@@ -16,7 +16,7 @@ import msgspec
 from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.repeat_log import RepeatLog
 from zmqgrad.transport.local.connection import LocalConnection, is_same_user, unix_name
-from zmqgrad.transport.local.handshake import PROTOCOL, Hello, read_hello, welcome
+from zmqgrad.transport.local.handshake import ANY, PROTOCOL, Hello, read_hello, welcome
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class LocalListener:
         on_continued: called with a connection that has ended, and that another one continues.
         max_connections: further connections are refused.
         bursts: whether a peer may send many packets in a row, without waiting for replies.
+        accepts_newcomers: whether to accept a peer that does not know the incarnation, and names 0.
 
     Raises:
         OSError: if it cannot listen there.
@@ -86,6 +87,7 @@ class LocalListener:
         on_continued: Callable[[LocalConnection], None] | None = None,
         max_connections: int = MAX_CONNECTIONS,
         bursts: bool = True,
+        accepts_newcomers: Callable[[], bool] | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.connections: dict[int, LocalConnection] = {}
@@ -105,6 +107,7 @@ class LocalListener:
         self._on_opened = on_opened or _keep
         self._on_continued = on_continued or _ignore
         self._max_connections = max_connections
+        self._accepts_newcomers = accepts_newcomers or _refuse
         # Whether to take the packet just read for the only one.
         guesses = [not bursts, *[True] * (PROBE_INTERVAL - 1)]
         self._is_alone: Callable[[], bool] = itertools.cycle(guesses).__next__
@@ -277,6 +280,8 @@ class LocalListener:
             logger.debug("%s: a peer left before it was accepted: %s", self.endpoint, e)
 
     def _is_for_us(self, hello: Hello) -> bool:
+        if hello.protocol == PROTOCOL and hello.target == ANY and hello.source < 0:
+            return self._accepts_newcomers()
         matches = (hello.protocol, hello.target) == (PROTOCOL, self._incarnation)
         if not matches:
             self._refusals.warning(
@@ -366,6 +371,11 @@ class LocalListener:
 
 def _nothing() -> None:
     """The default of ``on_resumed``."""
+
+
+def _refuse() -> bool:
+    """The default of ``accepts_newcomers``."""
+    return False
 
 
 def _ignore(connection: LocalConnection) -> None:

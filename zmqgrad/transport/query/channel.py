@@ -122,12 +122,12 @@ class QueryChannel:
 
     def _send(self) -> None:
         """Sends the query by the fast path if that is open and the query is small, else by the DEALER."""
-        fast = self._local
+        fast, is_new = self._local, False
         if fast is None and self._dealer is None:
-            fast = self._open_local()
+            fast, is_new = self._open_local(), True
         if fast is not None and not self._query.is_large:
             try:
-                if not fast.backlog():
+                if is_new or not fast.backlog():  # it may be queued behind the handshake
                     fast.send(self._query.packet)
                 return
             except ConnectionError:
@@ -203,7 +203,7 @@ class QueryChannel:
 
     def _open_local(self) -> LocalConnection | None:
         """Connects to the server if it is on this host. Packets wait until it has accepted the connection."""
-        server = self._server.local
+        server = self._server.local if self._fast_path else None
         if server is None:
             return None
         try:

@@ -10,9 +10,10 @@ import zmq
 
 from zmqgrad import environment
 from zmqgrad.errors import AuthenticationError, TransportError
+from zmqgrad.transport.local.handshake import ANY
 from zmqgrad.transport.query.pending import PING_ID
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
-from zmqgrad.transport.security import Keys
+from zmqgrad.transport.security import Keys, store_endpoint
 from zmqgrad.transport.sockets import (
     CONNECTED,
     DISCONNECTED,
@@ -47,7 +48,8 @@ class ServerInfo:
     def __init__(self, address: str, keys: Keys | None) -> None:
         self.address = address
         self.keys = keys
-        self.local: LocalAddress | None = None
+        known = store_endpoint(keys, address)
+        self.local: LocalAddress | None = LocalAddress(ANY, known) if known else None
         """Where the fast path connects; None if that is unknown, or does not work."""
         self.was_connected = False
         """Whether any handshake has ever succeeded, so the secret is right."""

@@ -29,7 +29,7 @@ from zmqgrad.transport.query import spin_budget
 from zmqgrad.transport.query.admission import Admission
 from zmqgrad.transport.query.router import MAX_UNREAD_REPLIES, RouterSocket
 from zmqgrad.transport.reader import Reader
-from zmqgrad.transport.security import Keys, local_key
+from zmqgrad.transport.security import Keys, local_key, store_endpoint
 from zmqgrad.transport.sockets import connection_fd, joined
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
@@ -117,10 +117,12 @@ class QueryServer:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._router: RouterSocket | None = None
         try:
-            self._local = self._open_local(max_clients, keys) if fast_path and local.supported() else None
             router = self._router = RouterSocket(
                 name, self.context, address, keys, listen_fd, self._admission, self._reader.call_later
             )
+            self._local: LocalListener | None = None
+            if fast_path and local.supported():
+                self._local = self._open_local(max_clients, keys, router.endpoint)
         except BaseException:
             self._reader.close()
             raise
@@ -139,24 +141,29 @@ class QueryServer:
         """As :class:`~zmqgrad.transport.tap.Traced`."""
         return Identity(tapping.STORE_SERVER, self.name, 0, self.incarnation, address=self.endpoint)
 
-    def _open_local(self, max_clients: int, keys: Keys | None) -> LocalListener | None:
-        endpoint = local.abstract_endpoint("store")
-        try:
-            return self._reader.listen(
-                lambda poll: LocalListener(
-                    endpoint,
-                    poll,
-                    local_key(keys, b""),
-                    self.incarnation,
-                    self._reader.call_later,
-                    max_connections=max_clients,
-                    bursts=False,
-                ),
-                self._receive,
-            )
-        except OSError as e:
-            logger.warning("%s has no fast path, all queries arrive by ZeroMQ: %s", self.name, e)
-            return None
+    def _open_local(self, max_clients: int, keys: Keys | None, address: str) -> LocalListener | None:
+        known = store_endpoint(keys, address)
+        for endpoint in [known] * bool(known) + [local.abstract_endpoint("store")]:
+            try:
+                return self._listen(endpoint, max_clients, keys)
+            except OSError as e:
+                logger.warning("%s has no fast path at %s: %s", self.name, endpoint, e)
+        return None
+
+    def _listen(self, endpoint: str, max_clients: int, keys: Keys | None) -> LocalListener:
+        return self._reader.listen(
+            lambda poll: LocalListener(
+                endpoint,
+                poll,
+                local_key(keys, b""),
+                self.incarnation,
+                self._reader.call_later,
+                max_connections=max_clients,
+                bursts=False,
+                accepts_newcomers=lambda: not (self.refuses_newcomers or self._ending),
+            ),
+            self._receive,
+        )
 
     @property
     def port(self) -> int:
