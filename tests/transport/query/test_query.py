@@ -519,6 +519,23 @@ def test_a_client_begins_with_a_ping(plain: Running) -> None:
         assert client.request(A, PATIENCE) == StoreValue(b"a")
 
 
+@pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
+def test_a_newcomer_of_this_host_comes_by_no_port(caplog: pytest.LogCaptureFixture) -> None:
+    """It knows the unix socket by its key; one that is about to close sends it to the next server."""
+    keys = load_keys("a secret of twenty-odd bytes")
+    running = Running(keys=keys)
+    with closing(QueryClient(running.server.endpoint, keys=keys)) as known:
+        assert known.request(A, PATIENCE) == StoreValue(b"a")
+        running.server.refuses_newcomers = True
+        with closing(QueryClient(running.server.endpoint, keys=keys)) as late:
+            with pytest.raises(TimeoutError):
+                late.request(StorePing(""), 0.1)
+            assert known.request(A, PATIENCE) == StoreValue(b"a")
+            running.server.refuses_newcomers = False
+            assert late.request(A, PATIENCE) == StoreValue(b"a")
+    running.stop()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("address", [LOOPBACK, "tcp://*:*", "a descriptor"])
 def test_a_server_out_of_file_descriptors_keeps_its_port(
