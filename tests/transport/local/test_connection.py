@@ -20,6 +20,7 @@ import pytest
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection, LocalListener
+from zmqgrad.transport.local import connection as local_connection
 from zmqgrad.transport.local.connection import Offer, send_with_gil
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello, proven, welcome
 from zmqgrad.transport.local.listener import MAX_HANDSHAKES
@@ -659,6 +660,22 @@ def test_an_impostor_gets_nothing(backlogged: list[LocalConnection]) -> None:
             connection.is_ready()
         accepted.close()
     connection.close()
+
+
+@pytest.mark.parametrize("pid", [0, 7])
+def test_nothing_is_sent_early_to_a_process_that_is_not_named(
+    site: Site, pid: int, backlogged: list[LocalConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports process 0 for one of another namespace."""
+    unnamed = f"ipc://@zmqgrad-{secrets.token_hex(8)}"
+    listener = LocalListener(unnamed, site.poll, JOB, 7, lambda seconds, job: None)
+    monkeypatch.setattr(local_connection, "_credentials", lambda _: (pid, os.getuid(), 0))
+    for endpoint in (unnamed, site.endpoint):
+        connection = local.connect(endpoint, HELLO, JOB, backlogged.append, eager=True)
+        connection.send(b"a call")
+        assert connection.backlog() == 1
+        connection.close()
+    listener.close()
 
 
 @pytest.fixture

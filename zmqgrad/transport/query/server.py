@@ -147,7 +147,8 @@ class QueryServer:
             try:
                 return self._listen(endpoint, max_clients, keys)
             except OSError as e:
-                logger.warning("%s has no fast path at %s: %s", self.name, endpoint, e)
+                level = logging.DEBUG if endpoint == known else logging.WARNING
+                logger.log(level, "%s has no fast path at %s: %s", self.name, endpoint, e)
         return None
 
     def _listen(self, endpoint: str, max_clients: int, keys: Keys | None) -> LocalListener:
