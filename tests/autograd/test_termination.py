@@ -34,15 +34,17 @@ def test_any_order_of_reports_ends_with_the_last_one(
     assert detector.outstanding() == {}
 
 
-def test_the_first_error_counts_and_does_not_end_the_pass() -> None:
-    detector = TerminationDetector(root=0)
+def test_the_first_error_ends_the_pass_whatever_is_outstanding() -> None:
+    failed: list[str] = []
+    detector = TerminationDetector(root=0, on_failed=lambda: failed.append("failed"))
     first = ValueError("first")
+    detector.handled([ROOTS], [(1, [7]), (2, [8])], QUIET)
+    assert not detector.finished.done()
     detector.handled([7], [], QUIET, first)
-    detector.handled([ROOTS], [(1, [7]), (2, [8])], QUIET, ValueError("second"))
-    assert detector.error() is first
-    assert detector.outstanding() == {8: 2}
-    detector.handled([8], [], QUIET)
     assert detector.finished.done()
+    detector.handled([8], [], QUIET, ValueError("second"))
+    assert detector.error() is first
+    assert failed == ["failed"]
 
 
 def test_a_lost_worker_ends_the_pass_if_a_request_is_outstanding_there() -> None:

@@ -63,7 +63,8 @@ def backward(
     """Run one backward pass from ``roots`` on all workers of the context.
 
     Gradients of leaves are accumulated in the context, on the worker of each leaf; see
-    :func:`get_gradients`. After an error some have been accumulated and some have not: leave the context.
+    :func:`get_gradients`. The first error ends the pass on all workers; as with ``Tensor.backward``, some
+    gradients have been accumulated by then and some have not.
 
     Args:
         context_id: the id that :class:`context` yielded.

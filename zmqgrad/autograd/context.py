@@ -59,6 +59,8 @@ class Context:
         """Mark the context as released, and drop its passes."""
         self.released = True  # before its peers are read: see Autograd.outgoing
         with self.pass_lock:
+            for each in self.passes.values():
+                each.abandon()
             self.passes.clear()  # they refer to the context: the cycle would keep graphs and gradients alive
 
     def peers(self) -> set[int]:
@@ -123,12 +125,13 @@ class Context:
             return old
 
     def forget_passes(self, numbers: Sequence[int]) -> list[int]:
-        """Forget passes. Returns those that had not been forgotten before."""
+        """Forget passes that have ended or failed. Returns those that had not been forgotten before."""
         with self.pass_lock:
             fresh = [number for number in numbers if number not in self._forgotten]
             self._forgotten.update(fresh)
             for number in fresh:
-                self.passes.pop(number, None)
+                if number in self.passes:
+                    self.passes.pop(number).abandon()
             return fresh
 
     def local_passes(self) -> dict[int, LocalPass]:

@@ -2,7 +2,8 @@
 
 The worker that leaves a context forgets it at once and notifies its peers in the context, which notify
 theirs. Notifications are sent with a delay, so that they do not slow down the next step: one message per peer
-for all contexts that ended meanwhile.
+for all contexts that ended meanwhile. Those of passes are sent at once: workers may still be busy with one
+that has failed.
 
 When a worker is lost, the contexts that it created are released. In other contexts the notification may have
 depended on it, so its peers there query the creators, which then notify them directly.
@@ -67,7 +68,9 @@ class Releases:
         peers = context.peers() - {self._worker.id, notified_by}
         if peers:
             self._unsent.append((peers, context.id, passes))
-            if not self._scheduled:
+            if passes is not None:
+                self._worker.timer.call_later(0, self._send_all)
+            elif not self._scheduled:
                 self._scheduled = True
                 self._worker.timer.call_later(NOTIFY_DELAY_SECONDS, self._send_all)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,9 @@ class Coordinator:
         """Under a profiler: the queue by which the calling thread receives, and so records, all requests."""
         ports = worker.ports
         self._port = ports.at_receiver if self.inbox is not None else ports.acquire_any(context.peers())
-        self.detector = TerminationDetector(worker.id, self._port.promise)
+        self.detector = TerminationDetector(
+            worker.id, self._port.promise, partial(participant.stop, context, self.id)
+        )
         self.finished = False
 
     def run(self, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:

@@ -109,6 +109,8 @@ class LocalPass:
         self.context = context
         self.retain_graph = retain_graph
         self.queue = WorkQueue()
+        self.abandoned = False
+        """Whether the pass has failed or ended: no further group runs, and what one computes is dropped."""
         self._worker = worker
         self._sends = context.sends()
         self._entry_of = {ROOTS: 0}  # by autograd id
@@ -138,6 +140,11 @@ class LocalPass:
         """Whether parts of the forward pass are computed again, so that only one thread may run groups."""
         edges = [start for entry in self._starts for start in entry if isinstance(start, GradientEdge)]
         return recomputes(edge.node for edge in edges)
+
+    def abandon(self) -> None:
+        """Stop the pass on this worker as soon as the groups that run now are done."""
+        self.abandoned = True
+        self.queue.abandon()
 
     def start(self, gradients: Sequence[torch.Tensor], sink: GradientSink) -> None:
         """Enter at the roots. Runs the groups that become ready in the calling thread."""
@@ -238,7 +245,7 @@ class LocalPass:
         their sum must not depend on which of them were ready. So do groups with dependents, as the engine
         might not stop at a cut edge (:meth:`Plan.reenters`).
         """
-        while ready:
+        while ready and not self.abandoned:
             sink.flush_if_late()
             batch: list[Group] = []
             later: list[Group] = []
@@ -272,7 +279,10 @@ class LocalPass:
                 else:
                     waiting.add(node)
         complete: list[tuple[Any, torch.Tensor, bool]] = []
-        for edge, gradient, also_held in self._differentiate(live, gradients) if gradients else ():
+        results = self._differentiate(live, gradients) if gradients else ()
+        if self.abandoned:
+            return
+        for edge, gradient, also_held in results:
             node = edge[0]
             if gradient is None:
                 continue

@@ -52,7 +52,7 @@ class Participant:
     Args:
         worker: the worker.
         contexts: its contexts.
-        end_passes: called with a context and the passes in it that all workers may forget.
+        end_passes: called with a context and the passes in it that all workers are to forget.
     """
 
     def __init__(
@@ -106,9 +106,23 @@ class Participant:
                 tracer.pass_finished(context.id, coordinator.id, not coordinator.finished)
             del self._detectors[coordinator.id]
             self._inboxes.pop(coordinator.id, None)
-            if ended := context.end_pass(coordinator.id):
+            ended = context.end_pass(coordinator.id) if coordinator.finished else [coordinator.id]
+            if ended:
                 self._end_passes(context, ended)
             coordinator.close()
+
+    def stop(self, context: Context, pass_id: int) -> None:
+        """Stop a failed pass that began here on all workers, even while its own thread computes.
+
+        Called by any thread.
+        """
+        local_pass = context.passes.get(pass_id)
+        if local_pass is not None:
+            local_pass.abandon()
+        try:
+            self._worker.submit(functools.partial(self._end_passes, context, [pass_id]))
+        except ClosedError:
+            logger.debug("a failed pass ends with its worker")
 
     def tracer(self) -> Tracer | None:
         """What records the passes; None: nothing does."""

@@ -74,7 +74,8 @@ class BackwardStep:
     def carry_out(self, action: Callable[[], object]) -> None:
         """Call ``action``, send the gradients that it produces, and report.
 
-        If ``action`` returns False, nothing is sent: its request was a repetition.
+        If ``action`` returns False, nothing is sent: its request was a repetition. Nor if the pass has been
+        abandoned meanwhile: its coordinator does not wait any more.
         """
         tracer = self._participant.tracer()
         if tracer is None:
@@ -92,11 +93,13 @@ class BackwardStep:
     def _carry_out(self, action: Callable[[], object]) -> None:
         error: Exception | None = None
         try:
-            if action() is False or self._send_all():
+            if action() is False or self._pass.abandoned or self._send_all():
                 return
         except Exception as e:
             error = e
+            self._pass.abandon()
         except BaseException as e:  # a hook that calls sys.exit() must not leave the coordinator waiting
+            self._pass.abandon()
             self._participant.report(self._root, self._pass_id, self._report(e), self._channel)
             raise
         self._participant.report(self._root, self._pass_id, self._report(error), self._channel)

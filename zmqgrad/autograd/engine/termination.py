@@ -28,9 +28,15 @@ class TerminationDetector:
     Args:
         root: the id of the coordinator's worker.
         new_promise: creates ``finished``.
+        on_failed: called at errors, before ``finished`` is set; by any thread, perhaps twice.
     """
 
-    def __init__(self, root: int, new_promise: Callable[[], Promise[None]] = Promise) -> None:
+    def __init__(
+        self,
+        root: int,
+        new_promise: Callable[[], Promise[None]] = Promise,
+        on_failed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._lock = threading.Lock()  # guards all below
         self._outstanding: dict[int, int] = {ROOTS: root}  # and the worker of each request
         self._reported_early: set[int] = set()
@@ -41,6 +47,7 @@ class TerminationDetector:
         self.steps = 0
         """How many reports have been counted."""
         self._new_promise = new_promise
+        self._on_failed = on_failed
         self.finished = new_promise()
 
     def handled(
@@ -56,7 +63,7 @@ class TerminationDetector:
             requests: the requests that a worker has handled.
             sent: the requests that they set off, by worker.
             waiting: whether groups on the reporting worker wait.
-            error: what went wrong; the pass fails with the first error.
+            error: what went wrong; the pass ends with the first error, whatever is outstanding.
         """
         with self._lock:
             before = len(self._handled)
@@ -78,11 +85,11 @@ class TerminationDetector:
                         self._reported_early.discard(request)
                     else:
                         self._outstanding[request] = worker
-            done = not (self._outstanding or self._reported_early) or (
-                bool(self._lost) and self._lost_outstanding()
-            )
+            self._lost_outstanding()
+            failed = self._error is not None
+            done = failed or not (self._outstanding or self._reported_early)
         if done:
-            self.finished.set_result(None)
+            self._finish(failed)
 
     def expect(self, requests: dict[int, int]) -> None:
         """Announce requests that the coordinator is about to send, each with its worker."""
@@ -97,24 +104,28 @@ class TerminationDetector:
         """Fail the pass if a request is or will be reported as outstanding at ``worker``, which is lost."""
         with self._lock:
             self._lost[worker] = error
-            failed = self._lost_outstanding()
+            self._lost_outstanding()
+            failed = self._error is not None
         if failed:
-            self.finished.set_result(None)
+            self._finish(failed)
 
     def abort(self, error: BaseException) -> None:
         """End the pass with ``error``."""
         with self._lock:
             self._error = self._error or error
-            finished = self.finished
-        finished.set_result(None)
+        self._finish(True)
 
-    def _lost_outstanding(self) -> bool:
-        """Whether a request is outstanding at a lost worker. The caller holds the lock."""
+    def _finish(self, failed: bool) -> None:
+        if failed and not self.finished.done():
+            self._on_failed()
+        self.finished.set_result(None)
+
+    def _lost_outstanding(self) -> None:
+        """Fail if a request is outstanding at a lost worker. The caller holds the lock."""
         for worker in self._outstanding.values() if self._lost else ():
             if worker in self._lost:
                 self._error = self._error or self._lost[worker]
-                return True
-        return False
+                return
 
     def error(self) -> BaseException | None:
         """Return the first error, if any."""

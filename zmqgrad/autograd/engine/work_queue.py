@@ -33,6 +33,7 @@ class WorkQueue:
         self._seen: set[int] = set()
         self._consumers = 0
         self._requested = 0  # helpers that have not begun
+        self._abandoned = False
 
     def add(self, arrivals: Sequence[Arrival], arrived: DeviceCopies = NO_COPIES) -> bool:
         """Add arrivals, except those that were added before.
@@ -47,7 +48,7 @@ class WorkQueue:
         with self._lock:
             for arrival in arrivals:
                 send = arrival[0]
-                if send not in self._seen:
+                if send not in self._seen and not self._abandoned:
                     self._seen.add(send)
                     self._waiting.append(arrival)
                     if arrived.events:
@@ -100,6 +101,13 @@ class WorkQueue:
         for arrived in {id(arrived): arrived for arrived in on_devices}.values():
             arrived.wait_on_current_stream()
         return taken
+
+    def abandon(self) -> None:
+        """Drop what waits, and all that will be added."""
+        with self._lock:
+            self._abandoned = True
+            self._waiting.clear()
+            self._on_devices.clear()
 
     def is_consumed(self) -> bool:
         """Whether any thread is handling arrivals."""
