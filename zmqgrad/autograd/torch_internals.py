@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -64,6 +65,124 @@ def run_leaf_nodes(nodes: Iterable[Any], gradients: Sequence[torch.Tensor]) -> N
         torch.autograd.backward(edges, tuple(gradients))
     else:
         _run_backward(edges, tuple(gradients), False, False, (), True, accumulate_grad=True)
+
+
+# ---- the graph task --------------------------------------------------------------------------------------
+
+
+class GraphTask(Protocol):
+    """What torch's functions report as the graph task in which a hook or node runs."""
+
+    id: int
+
+    def reaches(self, node: Any) -> tuple[bool, bool]:
+        """Return whether ``node`` may get a gradient, and whether that is certain."""
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at the end of the task."""
+
+
+_GRAPH_TASK = "zmqgrad_graph_task"
+"""The key in torch's thread-local state, which the engine passes on to its own threads."""
+
+_own_graph_task_id = torch._C._current_graph_task_id
+_own_will_execute = torch._C._will_engine_execute_node
+_own_engine: Any = torch.autograd.Variable._execution_engine
+# Before torch 2.11 what is stored cannot be removed.
+_remove_from_tls: Callable[[str], None] = getattr(
+    torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None)
+)
+
+
+def _graph_task() -> GraphTask | None:
+    if not torch._C._is_key_in_tls(_GRAPH_TASK):
+        return None
+    found: GraphTask | None = torch._C._get_obj_in_tls(_GRAPH_TASK)
+    return found
+
+
+def _set_graph_task(task: GraphTask | None) -> None:
+    if task is None:
+        _remove_from_tls(_GRAPH_TASK)
+    else:
+        torch._C._stash_obj_in_tls(_GRAPH_TASK, task)
+
+
+class as_graph_task:
+    """Context manager that makes calls of the engine, and code between them, parts of ``task``."""
+
+    __slots__ = ("_before", "_task")
+
+    def __init__(self, task: GraphTask | None) -> None:
+        self._task = task
+
+    def __enter__(self) -> None:
+        self._before = _graph_task()
+        _set_graph_task(self._task)
+
+    def __exit__(self, *exc: object) -> None:
+        _set_graph_task(self._before)
+
+
+def _graph_task_id() -> int:
+    task = _graph_task()
+    return _own_graph_task_id() if task is None else task.id
+
+
+def _will_execute(node: Any) -> bool:
+    task = _graph_task()
+    if task is None:
+        return _own_will_execute(node)
+    reached, certain = task.reaches(node)
+    if reached and not certain:  # the number of gradients may turn out smaller than what this answer makes it
+        complete = _completion(sys._getframe(1).f_locals)
+        if complete is not None:
+            task.queue_callback(complete)
+    return reached
+
+
+class _Engine(type(_own_engine)):  # type: ignore[misc]
+    """Torch's engine, where a backward pass inside one of ours is a graph task of its own."""
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        if _graph_task() is None:
+            return _own_engine.run_backward(*args, **kwargs)
+        with as_graph_task(None):
+            return _own_engine.run_backward(*args, **kwargs)
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        task = _graph_task()
+        if task is None:
+            _own_engine.queue_callback(callback)
+        else:
+            task.queue_callback(callback)
+
+
+# Checkpoints, hooks of several tensors and modules such as FSDP look these up in each call.
+torch._C._current_graph_task_id = _graph_task_id
+torch._C._will_engine_execute_node = _will_execute
+torch.autograd.Variable._execution_engine = _Engine()
+
+
+def _completion(hook: Mapping[str, Any]) -> Callable[[], None] | None:
+    """Return what completes a hook of ``register_multi_grad_hook`` (mode "all") that is being called.
+
+    The hook asks once which of its tensors will have a gradient, and waits for as many. What is returned
+    calls it with those that have one by then, unless it has been called. None if something else asks.
+
+    Args:
+        hook: the local variables of what asks.
+    """
+    try:
+        function, gradients, counts, task = (hook[name] for name in ("fn", "buffer", "count", "id"))
+    except KeyError:
+        return None
+
+    def complete() -> None:
+        if counts.pop(task, None) is not None:
+            function(gradients.pop(task))
+
+    return complete
 
 
 # ---- kinds of nodes --------------------------------------------------------------------------------------

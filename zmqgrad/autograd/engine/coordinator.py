@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ class Coordinator:
         with context.pass_lock:
             local_pass = context.passes[self.id] = LocalPass(context, self._worker.id, retain_graph, roots)
         if mode == "smart":
-            self._drop(self._discover({self._worker.id}, local_pass), local_pass)
+            self._drop(_never(self._discover({self._worker.id}, local_pass)), local_pass)
         step = BackwardStep(
             self._participant, local_pass, self.id, self._worker.id, self._port.number, (ROOTS,)
         )
@@ -73,12 +73,15 @@ class Coordinator:
             discovery = self._discover(self.detector.waiting(), local_pass)
             if mode == "fast":
                 self._raise_unused(discovery)
-            self._drop(discovery, local_pass)
+            self._drop(_never(discovery), local_pass)
             self._wait()
         if self.detector.waiting():
             raise AutogradError(
                 f"the backward pass makes no progress, though no gradient is missing:\n{local_pass}"
             )
+        if with_callbacks := self.detector.with_callbacks():
+            self._drop(dict.fromkeys(with_callbacks, ()), local_pass)
+            self._wait()
         self.finished = True
 
     def close(self) -> None:
@@ -194,11 +197,8 @@ class Coordinator:
         assert isinstance(message, DiscoverAutogradResp)
         return message.reach
 
-    def _drop(self, discovery: Discovery, local_pass: LocalPass) -> None:
-        """Make all workers continue without the gradients that will never arrive."""
-        never = {
-            worker: tuple(number for number, _, _ in sends) for worker, sends in discovery.never().items()
-        }
+    def _drop(self, never: Mapping[int, tuple[int, ...]], local_pass: LocalPass) -> None:
+        """Make workers continue without the gradients for these sends; without any, end their parts."""
         requests = {worker: self._worker.ids.next() for worker in never}
         self.detector.expect({number: worker for worker, number in requests.items()})
         own = self._worker.id
@@ -229,3 +229,8 @@ class Coordinator:
 
     def _name(self, worker: int) -> str:
         return self._worker.membership.name_of(worker)
+
+
+def _never(discovery: Discovery) -> dict[int, tuple[int, ...]]:
+    """The sends of each worker whose gradients will never arrive."""
+    return {worker: tuple(number for number, _, _ in sends) for worker, sends in discovery.never().items()}

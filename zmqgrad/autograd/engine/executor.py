@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.engine.graph_task import PassTask
 from zmqgrad.autograd.engine.termination import ROOTS
 from zmqgrad.autograd.engine.work_queue import Arrival, WorkQueue
 from zmqgrad.autograd.graph.accumulate import (
@@ -49,6 +50,7 @@ from zmqgrad.autograd.profiling import SEND_NAME, profiled
 from zmqgrad.autograd.send_recv import EdgeOrLeaf, RecvMetadata
 from zmqgrad.autograd.torch_internals import (
     LEAF_NODE,
+    as_graph_task,
     is_python_function,
     outputs_of,
     post_accumulate_hooks,
@@ -131,6 +133,7 @@ class LocalPass:
             if collects:
                 gc.enable()
         self._starts, self._numbers, self._starts_at_leaves = walk.starts, walk.numbers, walk.starts_at_leaves
+        self._task = PassTask(self._starts, self._plan)
         self._token = object()  # denotes this pass to the context, without a reference to it
         self._recvs = walk.recvs
         self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
@@ -180,6 +183,8 @@ class LocalPass:
     def drop(self, request: int, sends: Sequence[int], sink: GradientSink) -> bool:
         """Continue without gradients for ``sends``. Runs the groups that become ready.
 
+        Without ``sends``, the pass has come to its end: calls the callbacks that were queued in it.
+
         Returns:
             False if ``request`` is a repetition, which is ignored.
         """
@@ -190,6 +195,8 @@ class LocalPass:
             ready = [group for send in sends for group in self._plan.drop(self._entry_of[send])]
             self._version += 1
         self._run_ready(ready, sink)
+        if not sends:
+            self._task.run_callbacks()
         return True
 
     def _enter(self, arrivals: Sequence[Arrival], sink: GradientSink) -> None:
@@ -245,19 +252,20 @@ class LocalPass:
         their sum must not depend on which of them were ready. So do groups with dependents, as the engine
         might not stop at a cut edge (:meth:`Plan.reenters`).
         """
-        while ready and not self.abandoned:
-            sink.flush_if_late()
-            batch: list[Group] = []
-            later: list[Group] = []
-            for group in ready:
-                (later if group.dependents or group.accumulates else batch).append(group)
-            if not batch:
-                batch.append(later.pop(0))
-            self._run(batch, sink)
-            ready = later
-            with self._lock:
-                for group in batch:
-                    ready += self._plan.finished(group)
+        with as_graph_task(self._task):
+            while ready and not self.abandoned:
+                sink.flush_if_late()
+                batch: list[Group] = []
+                later: list[Group] = []
+                for group in ready:
+                    (later if group.dependents or group.accumulates else batch).append(group)
+                if not batch:
+                    batch.append(later.pop(0))
+                self._run(batch, sink)
+                ready = later
+                with self._lock:
+                    for group in batch:
+                        ready += self._plan.finished(group)
 
     def _run(self, groups: Sequence[Group], sink: GradientSink) -> None:
         plan, recvs = self._plan, self._recvs
@@ -441,7 +449,8 @@ class LocalPass:
     def waiting(self) -> StallReport:
         """Report whether a group that has been reached waits for another entry."""
         with self._lock:
-            return StallReport(self._worker, self._version, self._plan.waits())
+            waits, has_callbacks = self._plan.waits(), self._task.has_callbacks()
+            return StallReport(self._worker, self._version, waits, has_callbacks)
 
     def _state(self) -> tuple[int, list[tuple[int, list[RecvMetadata], bool]]]:
         """Return the arrived entries; and for each group its entries, its recvs, and whether it has run."""

@@ -42,6 +42,7 @@ class TerminationDetector:
         self._reported_early: set[int] = set()
         self._handled: set[int] = set()
         self._reports: dict[int, StallReport] = {}
+        self._with_callbacks: set[int] = set()
         self._error: BaseException | None = None
         self._lost: dict[int, BaseException] = {}
         self.steps = 0
@@ -75,6 +76,8 @@ class TerminationDetector:
             if len(self._handled) == before:
                 return  # a repetition
             self.steps += 1
+            if waiting.has_callbacks:  # whatever older reports say that arrive later
+                self._with_callbacks.add(waiting.worker)
             self._error = self._error or error
             known = self._reports.get(waiting.worker)
             if known is None or known.step <= waiting.step:
@@ -136,6 +139,11 @@ class TerminationDetector:
         """Return the requests that were announced and not handled, each with its worker."""
         with self._lock:
             return dict(self._outstanding)
+
+    def with_callbacks(self) -> set[int]:
+        """Return the workers that have callbacks to call at the end of the pass."""
+        with self._lock:
+            return set(self._with_callbacks)
 
     def waiting(self) -> set[int]:
         """Return the workers where groups wait for a gradient, by their latest reports."""

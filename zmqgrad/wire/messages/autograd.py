@@ -57,6 +57,8 @@ class StallReport(WireStruct, frozen=True):
     step: Size
     waits: bool = False
     """Groups that were reached wait for further entries."""
+    has_callbacks: bool = False
+    """Hooks have queued callbacks, to be called at the end of the pass."""
 
 
 Ids = Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
@@ -153,6 +155,7 @@ class DiscoverAutogradResp(Message, frozen=True):
 class DropAutogradReq(Message, frozen=True):
     """Root of a pass to a worker: no gradient will arrive for ``sends``; continue without them.
 
+    Without ``sends``, the pass has come to its end everywhere: call the callbacks that were queued in it.
     ``request`` identifies this message in the report, which is a BACKWARD_AUTOGRAD_RESP.
     """
 

@@ -1,0 +1,78 @@
+"""A backward pass as one graph task, to whoever asks torch.
+
+A pass on one worker is several calls of torch's engine, each of which torch calls a graph task. Checkpoints
+recompute once for each id of a graph task; hooks of several tensors collect gradients by that id and ask
+which nodes the task will run; queued callbacks run at its end. They all ask Python functions of torch, which
+report the pass instead where one runs (:func:`~zmqgrad.autograd.torch_internals.as_graph_task`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.autograd.graph import GradientEdge
+
+from zmqgrad.autograd.graph.plan import Plan
+from zmqgrad.autograd.send_recv import EdgeOrLeaf
+from zmqgrad.autograd.torch_internals import as_graph_task
+
+_ids = itertools.count(1 << 40)
+"""Far from torch's own, which count from 0."""
+
+
+class PassTask:
+    """The graph task of one pass on one worker.
+
+    Args:
+        starts: where the gradients of each entry enter.
+        plan: the plan of the pass: which entries have arrived, and which have been dropped.
+    """
+
+    def __init__(self, starts: Sequence[Sequence[EdgeOrLeaf]], plan: Plan) -> None:
+        self.id = next(_ids)
+        self._starts = starts
+        self._plan = plan
+        self._known: tuple[int, int, set[Any], set[Any]] | None = None
+        self._callbacks: deque[Callable[[], None]] = deque()
+
+    def reaches(self, node: Any) -> tuple[bool, bool]:
+        """Return whether ``node`` may get a gradient in the pass, and whether that is certain by now."""
+        arrived, dropped = self._plan.arrived, self._plan.dropped
+        known = self._known
+        if known is None or known[:2] != (arrived, dropped):
+            known = self._known = arrived, dropped, self._reached(arrived), self._reached(~dropped)
+        return node in known[3], node in known[2]
+
+    def _reached(self, entries: int) -> set[Any]:
+        """Return the nodes that ``entries``, a bit mask, lead to, with leaves and recvs."""
+        todo: list[Any] = [
+            start.node
+            for entry, starts in enumerate(self._starts)
+            if entries >> entry & 1
+            for start in starts
+            if isinstance(start, GradientEdge)
+        ]
+        found: set[Any] = set()
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in found:
+                found.add(node)
+                todo += [following for following, _ in node.next_functions]
+        return found
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at the end of the pass."""
+        self._callbacks.append(callback)
+
+    def has_callbacks(self) -> bool:
+        """Whether callbacks wait for the end of the pass."""
+        return bool(self._callbacks)
+
+    def run_callbacks(self) -> None:
+        """Call the queued callbacks, and those that they queue."""
+        with as_graph_task(self):
+            while self._callbacks:
+                self._callbacks.popleft()()
