@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from torch.utils.hooks import RemovableHandle
 
 from zmqgrad.autograd.graph import hooks
+from zmqgrad.autograd.torch_internals import hook_handles_made
 
 
 @pytest.fixture(autouse=True)
 def no_hooks_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test begins as in a process without registered hooks."""
-    monkeypatch.setattr(hooks, "_internal_hooks", RemovableHandle.next_id)
+    monkeypatch.setattr(hooks, "_internal_hooks", hook_handles_made())

@@ -798,7 +798,7 @@ def test_hooks_run_once_on_the_sum(c: Cluster, how: str, at: str, mode: str) -> 
         a = call(y)
         b = call(y * a)
         attached = {"sent": y, "deep": x, "received": b, "answer": a}[at]
-        if not (how != "tensor" and at in ("received", "answer")):  # there, the nodes are recvs
+        if not (how == "after" and at in ("received", "answer")):  # it gets no gradients of inputs there
             hooks.attach(how, attached)
         finish(w, (a * b + y + x * y + w).sum())
         return hooks.seen, w.grad
@@ -815,6 +815,65 @@ def test_hooks_run_once_on_the_sum(c: Cluster, how: str, at: str, mode: str) -> 
     expected_seen, expected = run(double, lambda w, loss: loss.backward())
     assert seen == pytest.approx(expected_seen)
     torch.testing.assert_close(gradient, expected)
+
+
+def triple_both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 3, y * 3
+
+
+def test_hooks_of_the_node_of_received_tensors(c: Cluster) -> None:
+    """As on torch's RPC: one node for all of a message, after the hooks of its tensors."""
+    seen: list[Any] = []
+
+    def before(gradients: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        seen.append([g.item() for g in gradients])
+        return gradients[0] * 10, None
+
+    x, y = leaf(1), leaf(1)
+    with context() as ctx:
+        a, b = rpc.rpc_sync(1, triple_both, (x, y))
+        a.register_hook(lambda g: g + 1)
+        node: Any = a.grad_fn
+        handles = node.register_prehook(before), node.register_hook(lambda *both: seen.append(both))
+        rpc.rpc_sync(1, triple_both, (x, y))[0].grad_fn.register_prehook(lambda _: seen.append("unused"))
+        backward(ctx, [(a * b + a * 2 + rpc.rpc_sync(2, same, (a,))).sum()], retain_graph=True)
+        gradient = torch.tensor([70.0], dtype=torch.float64)
+        assert seen == [[7.0, 3.0], ((), (gradient, None))]
+        assert_gradients(ctx, (x, [210.0]))
+        for handle in handles:
+            handle.remove()
+        node.register_prehook(lambda gradients: gradients[0])
+        with pytest.raises(TypeError, match="tuple of 2 gradients"):
+            backward(ctx, [a + b])
+
+
+@pytest.mark.parametrize("at", ["used here and sent", "before it", "received", "received and sent"])
+def test_retained_gradients_are_the_whole_sum(c: Cluster, at: str) -> None:
+    def run(call: Callable[[Tensor], Tensor], differentiate: Callable[[Tensor], None]) -> Any:
+        w = leaf(1)
+        v = w * 2
+        x = v * v
+        y = call(x)
+        z = call(y)
+        kept = {"used here and sent": x, "before it": v, "received": y, "received and sent": z}[at]
+        kept.retain_grad()
+        differentiate((y * x + x + v + y + call(z)).sum())
+        return kept.grad
+
+    expected = run(double, lambda loss: loss.backward())  # type: ignore[no-untyped-call]
+    with context() as ctx:
+        found = run(lambda t: rpc.rpc_sync(1, double, (t,)), lambda loss: backward(ctx, [loss]))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_gradient_retained_where_a_tensor_is_used_and_sent(c: Cluster) -> None:
+    x = leaf(2)
+    with context() as ctx:
+        y = x * 1
+        y.retain_grad()
+        backward(ctx, [(rpc.rpc_sync(1, square, (y,)) * 4 + y * 4).sum()])
+        assert y.grad is not None
+        assert y.grad.tolist() == [20.0]
 
 
 @pytest.mark.parametrize("how", ["separate", "meeting", "node by node"])

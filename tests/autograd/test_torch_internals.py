@@ -131,6 +131,19 @@ def test_handles_of_hooks_are_counted() -> None:
     assert internals.hook_handles_made() > before
 
 
+def test_gradients_that_are_retained_count_as_hooks() -> None:
+    """Tensor.retain_grad."""
+    x = leaf()
+    x.retain_grad()
+    before = internals.hook_handles_made()
+    y = x * 2
+    y.retain_grad()
+    assert internals.hook_handles_made() > before
+    y.sum().backward()
+    assert y.grad is not None
+    assert torch.equal(y.grad, torch.ones(3))
+
+
 def test_hooks_of_tensors() -> None:
     """Tensor._backward_hooks and Tensor._post_accumulate_grad_hooks."""
     x = leaf()

@@ -257,8 +257,28 @@ def _discard(_: torch.Tensor) -> None:
 
 
 def hook_handles_made() -> int:
-    """Return how many handles of hooks this process has made so far; -1 if torch does not count them."""
-    return getattr(RemovableHandle, "next_id", -1)
+    """Return how many hooks this process has registered so far, each of which has or is like a handle.
+
+    Torch keeps gradients of ``retain_grad()`` by a hook which has no handle and cannot be seen at the node.
+    -1 if torch does not count handles.
+    """
+    handles: int = getattr(RemovableHandle, "next_id", -1)
+    return handles if handles < 0 else handles + _retained
+
+
+_retained = 0
+_own_retain_grad = torch.Tensor.retain_grad
+
+
+@functools.wraps(_own_retain_grad)
+def _retain_grad(tensor: torch.Tensor) -> None:
+    global _retained
+    _own_retain_grad(tensor)
+    if not tensor.is_leaf:
+        _retained += 1
+
+
+torch.Tensor.retain_grad = _retain_grad  # type: ignore[assignment, method-assign]
 
 
 def tensor_hooks(tensor: torch.Tensor) -> dict[int, Callable[..., Any]]:

@@ -307,7 +307,7 @@ class LocalPass:
         if complete:
             self._accumulate_all(complete)
         for node, found in at_recv.items():
-            sink.send_gradients(recvs[node], found)
+            sink.send_gradients(recvs[node], self._hooked(node, found) if self._hooks else found)
 
     def _accumulate_from(self, group: Group, edge: Edge, gradient: torch.Tensor, also_held: bool) -> None:
         """Add a gradient of ``group`` to a leaf, which other groups may lead to as well."""
@@ -429,7 +429,7 @@ class LocalPass:
     def _accumulate(self, node: Any, gradient: Gradient, shared: bool) -> None:
         leaf = node.variable
         before, after = node_hooks(node)
-        hooked_grad = run_prehooks(before, gradient)
+        (hooked_grad,) = run_prehooks(before, (gradient,))
         if hooked_grad is None:
             total = self.context.gradient(leaf)
         else:
@@ -438,6 +438,17 @@ class LocalPass:
             self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))
         for hook in after:
             hook((), (hooked_grad,))
+
+    def _hooked(self, node: Any, gradients: list[Gradient]) -> list[Gradient]:
+        """Run the hooks of a recv itself; those of the tensors have run. Returns the gradients they leave."""
+        before, after = node_hooks(node)
+        if not (before or after) or all(gradient is None for gradient in gradients):
+            return gradients
+        current = run_prehooks(before, tuple([None if g is UNDEFINED else g for g in gradients]))
+        for hook in after:
+            hook((), current)
+        pairs = zip(gradients, current, strict=True)
+        return [UNDEFINED if new is None and old is not None else new for old, new in pairs]
 
     def is_running(self) -> bool:
         """Whether this worker is handling gradients of the pass, or waits for more of them."""

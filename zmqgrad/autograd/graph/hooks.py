@@ -80,32 +80,34 @@ def _probe(*_: Any) -> None:
     """A hook without effect, whose handle leads to the others."""
 
 
-def run_prehooks(hooks: Hooks, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Run the prehooks of a node that has one gradient.
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def run_prehooks(hooks: Hooks, gradients: Gradients) -> Gradients:
+    """Run the prehooks of a node that the engine does not run: of a leaf or a recv.
 
     Args:
         hooks: the prehooks.
-        gradient: the gradient; None if it is undefined.
+        gradients: the gradients of its outputs; None for one that is undefined.
 
     Returns:
-        The gradient that the hooks have left.
+        The gradients that the hooks have left.
 
     Raises:
-        TypeError: if a hook returns anything but None or a tuple of one gradient.
+        TypeError: if a hook returns anything but None or a tuple of as many gradients.
         RuntimeError: if a hook replaces an undefined gradient, as in torch.
     """
-    current = gradient
+    current = gradients
     for hook in hooks:
-        returned = hook((current,))
+        returned = hook(current)
         if returned is None:
             continue
-        if not isinstance(returned, tuple) or len(returned) != 1:
-            raise TypeError(
-                f"a hook before a leaf must return None or a tuple of one gradient, not {returned!r}"
-            )
-        if current is None and returned[0] is not None:
-            raise RuntimeError("a hook before a leaf can't replace a None gradient with a non-None value")
-        (current,) = returned
+        if not isinstance(returned, tuple) or len(returned) != len(gradients):
+            count = "one gradient" if len(gradients) == 1 else f"{len(gradients)} gradients"
+            raise TypeError(f"this hook before a node must return None or a tuple of {count}: {returned!r}")
+        if any(old is None and new is not None for old, new in zip(current, returned, strict=True)):
+            raise RuntimeError("a hook before a node can't replace a None gradient with a non-None value")
+        current = returned
     return current
 
 
