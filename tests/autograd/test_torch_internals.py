@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPSink
 
@@ -107,6 +108,74 @@ def test_the_outputs_of_a_node() -> None:
 
 def _freed(_: None) -> torch.Tensor:
     raise RuntimeError("freed by the test")
+
+
+def test_a_node_knows_its_forward_call_in_anomaly_mode() -> None:
+    """Node.metadata["traceback_"]."""
+    assert internals.forward_traceback((leaf() * 2).grad_fn) == ""
+    with torch.autograd.set_detect_anomaly(True):
+        node: Any = (leaf() * 2).grad_fn
+    assert "in test_a_node_knows_its_forward_call" in internals.forward_traceback(node)
+
+
+def test_the_engine_can_be_silent() -> None:
+    """CPython drops the warnings of C functions in a frame whose module is None."""
+    y = leaf() * 2
+
+    def stop(*_: Any) -> None:
+        raise ValueError("stopped")
+
+    y.grad_fn.register_hook(stop)  # type: ignore[union-attr]
+    start, end = tuple(get_gradient_edge(y))[:2], y.grad_fn.next_functions[0]  # type: ignore[union-attr]
+    with torch.autograd.set_detect_anomaly(True):
+        for silent in (True, False):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with pytest.raises(ValueError, match="stopped"):
+                    internals.run_engine({start: torch.ones(3)}, [end], True, silent=silent)
+            assert bool(caught) is not silent
+
+
+def test_a_pass_is_a_graph_task() -> None:
+    """torch._C._current_graph_task_id, _will_engine_execute_node and _stash_obj_in_tls; queue_callback;
+    and the variables of register_multi_grad_hook."""
+    ids: list[int] = []
+
+    def note(_: Any) -> None:
+        ids.append(torch._C._current_graph_task_id())
+
+    class Task:
+        id = 12345
+
+        def __init__(self) -> None:
+            self.queued: list[Any] = []
+
+        def reaches(self, node: Any) -> tuple[bool, bool]:
+            return True, False
+
+        def queue_callback(self, callback: Any) -> None:
+            self.queued.append(callback)
+
+    x, unused, seen = leaf(), leaf(), list[Any]()
+    y = x * 2
+    y.register_hook(note)
+    register_multi_grad_hook((y, unused), seen.append)
+    y.sum().backward(retain_graph=True)
+    assert [[each is not None for each in gradients] for gradients in seen] == [[True, False]]
+    task = Task()
+    with internals.as_graph_task(task):
+        internals.run_engine({get_gradient_edge(y)[:2]: torch.ones(3)}, [get_gradient_edge(x)[:2]], True)
+        y.sum().backward()  # inside of a pass, yet a graph task of its own
+        torch.autograd.Variable._execution_engine.queue_callback(note)
+    assert ids[1] == task.id
+    assert task.id not in (ids[0], ids[2])
+    assert torch._C._current_graph_task_id() == -1
+    *completions, queued = task.queued
+    assert queued is note
+    assert len(seen) == 2
+    for complete in completions:
+        complete()
+    assert len(seen) == 3
 
 
 def test_saved_tensors_are_dropped() -> None:

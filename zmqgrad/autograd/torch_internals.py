@@ -7,9 +7,11 @@ falls back to it.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -32,10 +34,19 @@ _gradient_edge: Callable[[Edge], GradientEdge] = functools.partial(tuple.__new__
 """Makes what the engine expects without a call of Python code; it reads the two items of an edge."""
 
 
+_silently: Callable[..., Any] = types.FunctionType(
+    (lambda run, *args, **kwargs: run(*args, **kwargs)).__code__, {"__name__": None, "__builtins__": builtins}
+)
+"""Calls a C function without its warnings: CPython drops those of a frame whose module is None, as at exit.
+So no other thread is affected, which a change of the filters of warnings or of anomaly mode would be."""
+
+
 def run_engine(
-    gradients: Mapping[Edge, torch.Tensor], ends: Iterable[Edge], retain_graph: bool
+    gradients: Mapping[Edge, torch.Tensor], ends: Iterable[Edge], retain_graph: bool, silent: bool = False
 ) -> Sequence[torch.Tensor | None]:
     """Compute gradients at ``ends`` from ``gradients``, like ``torch.autograd.grad``.
+
+    ``silent``: without warnings of the engine.
 
     ``torch.autograd.grad`` itself first checks and completes its arguments, which takes as long as the engine
     needs for a small graph; the first call also imports sympy (half a second). So the engine is called
@@ -46,7 +57,8 @@ def run_engine(
         return torch.autograd.grad(
             starts, stops, tuple(gradients.values()), retain_graph=retain_graph, allow_unused=True
         )
-    found: Sequence[torch.Tensor | None] = _run_backward(
+    run = functools.partial(_silently, _run_backward) if silent else _run_backward
+    found: Sequence[torch.Tensor | None] = run(
         tuple(map(_gradient_edge, gradients)),
         tuple(gradients.values()),
         retain_graph,
@@ -225,6 +237,11 @@ def zeros_for(node: Any, output: int) -> torch.Tensor:
     """Return zeros with the shape, dtype and device of an output of ``node``."""
     form = input_metadata(node, output)
     return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+
+
+def forward_traceback(node: Any) -> str:
+    """Return where ``node`` was made; empty unless anomaly mode was enabled then."""
+    return "".join(node.metadata.get("traceback_", ()))
 
 
 def drop_saved_tensors(node: Any, unpack: Callable[[None], torch.Tensor]) -> None:

@@ -37,6 +37,8 @@ from zmqgrad.autograd.graph.hooks import (
 from zmqgrad.autograd.graph.node import (
     Gradient,
     evaluate_node,
+    has_nan,
+    note_forward,
     release_saved_tensors,
     shared,
 )
@@ -174,6 +176,8 @@ class LocalPass:
 
     def arrive(self, arrivals: Sequence[Arrival], sink: GradientSink) -> None:
         """Enter at sends, which must have been checked; each only once. Runs the groups that become ready."""
+        if torch.is_anomaly_enabled():
+            self._check_nan(arrivals)
         if profiled_anywhere():
             with profiled(SEND_NAME):
                 self._enter(arrivals, sink)
@@ -228,13 +232,36 @@ class LocalPass:
         try:
             return fit(gradient, start)
         except RuntimeError as e:
-            send = self._sends[entry - 1]
             index = next(i for i, each in enumerate(self._starts[entry]) if each is start)
+            peer, place = self._sends[entry - 1].peer, self._place_of(entry, index)
             raise AutogradError(
-                f"worker {send.peer} returned an invalid gradient at index {index} - {e}; it is for tensor "
-                f"{index} of the {len(send.edges)} that worker {self._worker} sent to it in message "
-                f"{show_id(send.autograd_id)} ({send.describe()})"
+                f"worker {peer} returned an invalid gradient at index {index} - {e}; {place}"
             ) from None
+
+    def _place_of(self, entry: int, index: int) -> str:
+        """Describe which tensor a gradient is for."""
+        send = self._sends[entry - 1]
+        return (
+            f"it is for tensor {index} of the {len(send.edges)} that worker {self._worker} sent to it in "
+            f"message {show_id(send.autograd_id)} ({send.describe()})"
+        )
+
+    def _check_nan(self, arrivals: Sequence[Arrival]) -> None:
+        """Check in anomaly mode what has arrived: leaves do not check it, and a function would be blamed.
+
+        Raises:
+            RuntimeError: if a gradient holds a NaN; names the worker, the message and the call.
+        """
+        for autograd_id, gradients in arrivals:
+            entry = self._entry_of[autograd_id]
+            for index, (start, gradient) in enumerate(zip(self._starts[entry], gradients, strict=True)):
+                if not has_nan(gradient):
+                    continue
+                peer, place = self._sends[entry - 1].peer, self._place_of(entry, index)
+                error = RuntimeError(f"worker {peer} returned nan values as a gradient; {place}")
+                if isinstance(start, GradientEdge):
+                    note_forward(error, start.node)
+                raise error
 
     def _add(self, edge: Edge, gradient: torch.Tensor, place: Place) -> None:
         """Add ``gradient`` at an incoming edge of a group. The caller holds the lock."""
@@ -335,6 +362,12 @@ class LocalPass:
                 undefined.append(edge)
         if not runs_nodes:
             return [(edge, gradient, False) for edge, gradient in gradients.items()]
+        if torch.is_anomaly_enabled():  # an error names its node, and carries the forward call that made it
+            results = []
+            for group in groups:
+                own = {edge: gradients[edge] for edge in group.incoming if edge in gradients}
+                results += self._node_by_node(group, own)
+            return results
         if groups[0].dependents and (self._hooks or self._plan.reenters(groups[0])):
             return self._node_by_node(groups[0], gradients)
         outgoing: Collection[Edge] = groups[0].outgoing

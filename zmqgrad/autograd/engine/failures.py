@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from zmqgrad.autograd.graph.node import FORWARD_NOTE
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception, shorten
 from zmqgrad.wire.messages import ExceptionReply
@@ -36,7 +37,8 @@ def describe_failure(
     except Exception as e:  # user code
         logger.debug("an error of a backward pass has no text: %s", type(e).__name__)
         text = reply.text
-    return msgspec.structs.replace(reply, text=shorten(f"Error on Node {worker}: {text}"))
+    forward = error.__dict__.pop(FORWARD_NOTE, "")
+    return msgspec.structs.replace(reply, text=shorten(f"Error on Node {worker}: {text}{forward}"))
 
 
 def rebuild_failure(reply: ExceptionReply) -> BaseException:

@@ -1,7 +1,8 @@
 """Evaluation of a single node of the autograd graph on torch's engine.
 
 Used where the engine cannot stop at the edges it should (:meth:`~zmqgrad.autograd.graph.plan.Plan.reenters`),
-or would run hooks on partial sums (:mod:`~zmqgrad.autograd.graph.hooks`). All that the engine does around a
+or would run hooks on partial sums (:mod:`~zmqgrad.autograd.graph.hooks`); and in anomaly mode, which asks for
+the node that fails. All that the engine does around a
 node happens: hooks of its tensors and of the node, checks, and sums and casts to the shape and type that the
 next node expects. An internal hook, the last to run, stops the engine by an exception; so the engine does
 not free what the node has saved, and :func:`release_saved_tensors` does.
@@ -19,10 +20,51 @@ import torch
 from zmqgrad.autograd.graph.hooks import internal_hook
 from zmqgrad.autograd.graph.plan import Edge
 from zmqgrad.autograd.graph.undefined import UNDEFINED, zero_placeholders
-from zmqgrad.autograd.torch_internals import drop_saved_tensors, is_python_function, run_engine
+from zmqgrad.autograd.torch_internals import (
+    drop_saved_tensors,
+    forward_traceback,
+    is_python_function,
+    run_engine,
+)
 from zmqgrad.errors import AutogradError
 
 Gradient = torch.Tensor | None
+
+
+FORWARD_NOTE = "_zmqgrad_forward_note"
+"""The attribute of an error with the note of :func:`note_forward`."""
+
+
+def note_forward(error: Exception, node: Any) -> None:
+    """Note at ``error`` the forward call that made ``node``, for the report to the caller of ``backward``."""
+    trace, name = forward_traceback(node), type(node).__name__
+    note = (
+        f"Traceback of the forward call of {name} that caused the error:\n{trace}"
+        if trace
+        else f"The forward call of {name} is not known: anomaly mode was disabled there."
+    )
+    setattr(error, FORWARD_NOTE, f"\n{note}")
+
+
+def has_nan(gradient: Gradient) -> bool:
+    """Whether ``gradient`` holds a NaN, and anomaly mode checks for that."""
+    if gradient is None or gradient is UNDEFINED or not torch.is_anomaly_check_nan_enabled():
+        return False
+    values = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+    return bool(values.isnan().any())
+
+
+def check_nan(node: Any, produced: Sequence[Gradient]) -> None:
+    """Check in anomaly mode what ``node`` has produced, as torch's engine does.
+
+    Raises:
+        RuntimeError: if a gradient holds a NaN.
+    """
+    for i, gradient in enumerate(produced):
+        if has_nan(gradient):
+            error = RuntimeError(f"Function '{type(node).__name__}' returned nan values in its {i}th output.")
+            note_forward(error, node)
+            raise error
 
 
 class _Stop(Exception):
@@ -78,12 +120,22 @@ def _evaluate_alone(
         produced.extend(outputs)
         raise _Stop
 
+    # In anomaly mode the engine would report the stop as an error of the node.
+    diagnoses = torch.is_anomaly_enabled()
     with internal_hook(node.register_hook, catch):
         try:
-            run_engine(given, targets, retain_graph)
+            run_engine(given, targets, retain_graph, silent=diagnoses)
         except _Stop:
-            return produced
-    raise AssertionError(f"torch's engine did not run {node}")
+            pass
+        except Exception as e:
+            if diagnoses:
+                note_forward(e, node)
+            raise
+        else:
+            raise AssertionError(f"torch's engine did not run {node}")
+    if diagnoses:
+        check_nan(node, produced)
+    return produced
 
 
 def release_saved_tensors(node: Any) -> None:
