@@ -100,24 +100,15 @@ _GRAPH_TASK = "zmqgrad_graph_task"
 _own_graph_task_id = torch._C._current_graph_task_id
 _own_will_execute = torch._C._will_engine_execute_node
 _own_engine: Any = torch.autograd.Variable._execution_engine
-# Before torch 2.11 what is stored cannot be removed.
-_remove_from_tls: Callable[[str], None] = getattr(
-    torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None)
-)
+_is_stored = torch._C._is_key_in_tls
+_stored: Callable[[str], GraphTask | None] = torch._C._get_obj_in_tls
+_store = torch._C._stash_obj_in_tls
+# Earlier versions of torch cannot remove what is stored.
+_remove: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda key: _store(key, None))
 
 
 def _graph_task() -> GraphTask | None:
-    if not torch._C._is_key_in_tls(_GRAPH_TASK):
-        return None
-    found: GraphTask | None = torch._C._get_obj_in_tls(_GRAPH_TASK)
-    return found
-
-
-def _set_graph_task(task: GraphTask | None) -> None:
-    if task is None:
-        _remove_from_tls(_GRAPH_TASK)
-    else:
-        torch._C._stash_obj_in_tls(_GRAPH_TASK, task)
+    return _stored(_GRAPH_TASK) if _is_stored(_GRAPH_TASK) else None
 
 
 class as_graph_task:
@@ -129,11 +120,14 @@ class as_graph_task:
         self._task = task
 
     def __enter__(self) -> None:
-        self._before = _graph_task()
-        _set_graph_task(self._task)
+        self._before = _stored(_GRAPH_TASK) if _is_stored(_GRAPH_TASK) else None
+        _store(_GRAPH_TASK, self._task)
 
     def __exit__(self, *exc: object) -> None:
-        _set_graph_task(self._before)
+        if self._before is None:
+            _remove(_GRAPH_TASK)
+        else:
+            _store(_GRAPH_TASK, self._before)
 
 
 def _graph_task_id() -> int:

@@ -88,7 +88,8 @@ class TerminationDetector:
                         self._reported_early.discard(request)
                     else:
                         self._outstanding[request] = worker
-            self._lost_outstanding()
+            if self._lost:
+                self._lost_outstanding()
             failed = self._error is not None
             done = failed or not (self._outstanding or self._reported_early)
         if done:

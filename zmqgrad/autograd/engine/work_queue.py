@@ -103,11 +103,9 @@ class WorkQueue:
         return taken
 
     def abandon(self) -> None:
-        """Drop what waits, and all that will be added."""
-        with self._lock:
-            self._abandoned = True
-            self._waiting.clear()
-            self._on_devices.clear()
+        """Drop what waits, and what will be added; its consumers may still find what is added meanwhile."""
+        self._abandoned = True
+        self._waiting.clear()
 
     def is_consumed(self) -> bool:
         """Whether any thread is handling arrivals."""
