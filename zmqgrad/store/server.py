@@ -115,7 +115,16 @@ class StoreServer:
     def _make_publisher(self, on_nonce: Callable[[str], None]) -> Publisher:
         host = self.endpoint.rpartition(":")[0]
         address = f"{host}:{self._watch_port or '*'}"
-        return Publisher(self._server.context, self._server.incarnation, address, self._keys, on_nonce)
+        server = self._server
+        return Publisher(
+            server.context,
+            server.incarnation,
+            address,
+            self._keys,
+            on_nonce,
+            server.register,
+            server.call_later,
+        )
 
     def _run(self) -> None:
         try:

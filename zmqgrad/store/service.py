@@ -248,7 +248,6 @@ class StoreService:
         """
         if self._publisher is None:
             self._publisher = self._make_publisher(self._note_subscription)
-            self._server.register(self._publisher.fd, self._publisher.read)
         return self._publisher
 
     def _watch(

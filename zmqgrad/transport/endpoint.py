@@ -38,7 +38,8 @@ from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES
 from zmqgrad.transport.links import Link, Links
 from zmqgrad.transport.local import LocalConnection, LocalListener
 from zmqgrad.transport.reader import Reader
-from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor, connection_fd
+from zmqgrad.transport.sockets import DISCONNECTED, connection_fd
+from zmqgrad.transport.tcp_listener import Bind, TcpListener
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import ArenaOffer, Chunk, LargeMessage, Manifest, Message, MessageType
@@ -119,7 +120,7 @@ class Endpoint:
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
-        self._monitor: SocketMonitor | None = None
+        self._listener: TcpListener | None = None
         self._routes: dict[bytes, _Route] = {}
         self._disconnected: set[int] = set()  # to be closed when the ROUTER was read empty, by descriptor
         self._ending = 0  # links that are ending
@@ -130,10 +131,15 @@ class Endpoint:
             router.bind(self.inproc)
             self.reader.read_router(router, self._from_router)
 
-    def monitor_router(self, monitor: SocketMonitor) -> None:
-        """Closes routes by the events of ``monitor``, which was made before the ROUTER was bound to tcp."""
-        self._monitor = monitor
-        self.reader.watch(monitor.fd, self._read_monitor)
+    def listen(self, bind: Bind) -> str:
+        """Binds the ROUTER to tcp by ``bind``. Returns its address.
+
+        Raises: what ``bind`` raises.
+        """
+        assert self._socket is not None
+        self._listener = TcpListener(self._socket, bind, self.reader.call_later)
+        self.reader.watch(self._listener.fd, self._read_monitor)
+        return self._listener.endpoint
 
     def start(self, handler: Handler, pool: ThreadPool | None = None, on_idle: OnIdle | None = None) -> None:
         """Starts to read. Arguments as :meth:`~zmqgrad.transport.base.Mailbox.start`."""
@@ -142,8 +148,8 @@ class Endpoint:
         self.reader.start(None if pool is None else pool.serve_from)
 
     def _close_sockets(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._socket is not None:
             self._socket.close(linger=0)
 
@@ -168,10 +174,18 @@ class Endpoint:
         else:
             first, route = socket.recv(), known
         frames: Sequence[Buffer] = self._rest() if socket.getsockopt(_RCVMORE) else ()
+        if known is None:
+            self._hear(route.fd)
         if first == self._end_token and frames:
             self._close_bulk(int.from_bytes(frames[0], "big"))
             return None
         return self._handle(first, frames, route)
+
+    def _hear(self, fd: int) -> None:
+        """Notes the first message of a connection."""
+        if self._listener is not None and fd >= 0:
+            self._read_monitor()
+            self._listener.hear(fd)
 
     def _rest(self) -> list[Buffer]:
         """Receives the frames after the first without a copy; they are writable."""
@@ -458,10 +472,11 @@ class Endpoint:
         self._end_if_done(link)
 
     def _read_monitor(self) -> None:
-        assert self._monitor is not None
-        while events := self._monitor.read():
+        assert self._listener is not None
+        gone = [fd for kind, fd in self._listener.read() if kind == DISCONNECTED]
+        if gone:
             # The first message of a connection, which makes its route, may still be unread.
-            self._disconnected.update(fd for kind, fd in events if kind == DISCONNECTED)
+            self._disconnected.update(gone)
             self.reader.call_when_empty(self._close_disconnected)
 
     def _end_if_done(self, link: Link) -> None:

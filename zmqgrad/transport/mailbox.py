@@ -40,7 +40,7 @@ from zmqgrad.transport.base import (
     Resolver,
     text_of_loss,
 )
-from zmqgrad.transport.bind_policy import bind, tcp_address
+from zmqgrad.transport.bind_policy import bind_tcp, tcp_address
 from zmqgrad.transport.data_plane import DATA_PLANE_TYPES, DataPlane
 from zmqgrad.transport.endpoint import PROCESS_ENDED, Endpoint
 from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
@@ -56,7 +56,6 @@ from zmqgrad.transport.security import Keys, ZapAuthenticator, local_key, secure
 from zmqgrad.transport.sending import Sender
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
-from zmqgrad.transport.sockets import DISCONNECTED, SocketMonitor
 from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY, OnHeartbeat, Tap
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
@@ -254,12 +253,13 @@ class ZmqMailbox(Mailbox):
     def _bind(self, tcp_host: str, advertised: str | None) -> str:
         router = self._router
         assert router is not None
-        router.setsockopt(zmq.IPV6, ":" in tcp_host)
         if self._keys is not None:
             self._zap = ZapAuthenticator(self._context, self._keys)
             secure_server(router, self._keys)
-        self._endpoint.monitor_router(SocketMonitor(router, DISCONNECTED))
-        port = bind(router, tcp_address(tcp_host, "*")).rpartition(":")[2]
+        address = tcp_address(tcp_host, "*")
+        # Whoever chose the address has checked it: see worker_address().
+        bound = self._endpoint.listen(lambda fd: bind_tcp(router, address, secured=True, listen_fd=fd))
+        port = bound.rpartition(":")[2]
         return tcp_address(advertised or tcp_host, port)
 
     @property

@@ -155,10 +155,10 @@ class Reader:
 
     def count_malformed(self, sender: object, text: str) -> None:
         """Counts a malformed message that is dropped. Logs it if it is the first of that sender."""
-        self.malformed += 1
         if sender not in self._offenders and len(self._offenders) < MAX_SENDERS:
             self._offenders.add(sender)
             logger.warning("%s: dropped a malformed %s", self._name, text)
+        self.malformed += 1  # last: who sees it finds the line
 
     # ---- reading ----------------------------------------------------------------------------------------
 

@@ -156,6 +156,9 @@ class SocketMonitor:
     def close(self) -> None:
         """Stops reporting. Must be called before the socket is closed. Idempotent."""
         if not self._pair.closed:
-            if not self._socket.closed:
-                self._socket.disable_monitor()
+            try:
+                if not self._socket.closed:
+                    self._socket.disable_monitor()
+            except zmq.ContextTerminated:
+                pass  # it reports nothing more
             self._pair.close(linger=0)

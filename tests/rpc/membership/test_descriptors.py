@@ -38,7 +38,10 @@ def test_enough_for_a_thousand_workers(
 ) -> None:
     system = System(monkeypatch, soft, hard)
     reserve_descriptors(64)
-    assert system.limits == (soft, hard), "64 workers fit the limit that most systems have"
+    if raised:
+        assert soft < system.limits[0] < 5000, (
+            "64 workers fit the limit that most systems have; strangers not"
+        )
     reserve_descriptors(1000)
     assert system.limits[1] == hard
     assert (system.limits[0] > 7 * 1000) if raised else (system.limits[0] == soft)

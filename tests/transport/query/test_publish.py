@@ -30,9 +30,14 @@ class Publishing:
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._server = QueryServer("publishing", LOOPBACK, keys=keys)
         self.publisher = Publisher(
-            self._server.context, self._server.incarnation, LOOPBACK, keys, self.nonces.put
+            self._server.context,
+            self._server.incarnation,
+            LOOPBACK,
+            keys,
+            self.nonces.put,
+            self._server.register,
+            self._server.call_later,
         )
-        self._server.register(self.publisher.fd, self.publisher.read)
         self._thread = threading.Thread(target=self._server.serve, args=(self,), daemon=True)
         self._thread.start()
 

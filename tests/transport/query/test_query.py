@@ -31,9 +31,9 @@ from zmqgrad.transport import local
 from zmqgrad.transport.bind_policy import is_loopback
 from zmqgrad.transport.query import dealer, pending
 from zmqgrad.transport.query.client import QueryClient
-from zmqgrad.transport.query.router import REBIND_SECONDS
 from zmqgrad.transport.query.server import QueryServer
 from zmqgrad.transport.security import Keys, load_keys, secure_client
+from zmqgrad.transport.tcp_listener import PAUSE_SECONDS
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import (
     Message,
@@ -553,7 +553,7 @@ def test_a_server_out_of_file_descriptors_keeps_its_port(
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     for _ in range(2):
         caplog.clear()
-        with socket.socket() as newcomer, caplog.at_level(logging.DEBUG, "zmqgrad.transport.query"):
+        with socket.socket() as newcomer, caplog.at_level(logging.DEBUG, "zmqgrad.transport"):
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
             try:
                 newcomer.connect(("127.0.0.1", port))
@@ -563,7 +563,7 @@ def test_a_server_out_of_file_descriptors_keeps_its_port(
         for _ in range(200):
             with pytest.raises(OSError, match="in use"):
                 socket.create_server(("127.0.0.1", port))
-        clock.advance(REBIND_SECONDS)
+        clock.advance(PAUSE_SECONDS)
         with closing(client_of(running, port=port)) as client:
             assert client.request(A, PATIENCE) == StoreValue(b"a")
     running.stop()

@@ -15,17 +15,22 @@ and two each of the fast path, of heartbeats, and (now and then) of a reply chan
 OTHER_DESCRIPTORS = 256
 """For the worker itself and the user's program."""
 
+STRANGERS = 3072
+"""That connections of strangers may take, until each socket closes the oldest: see
+:data:`~zmqgrad.transport.tcp_listener.MAX_SILENT` and its like."""
+
 
 def reserve_descriptors(workers: int) -> None:
-    """Raise this process's limit on open files if a group of ``workers`` could exceed it.
+    """Raise this process's limit on open files if a group of ``workers`` and strangers could exceed it.
 
     Nothing is lowered, and child processes inherit the limit. Warns once if the system allows no more.
     """
     needed = OTHER_DESCRIPTORS + DESCRIPTORS_PER_PEER * workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or needed <= soft:
+    wanted = needed + STRANGERS
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
         return
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    allowed = wanted if hard == resource.RLIM_INFINITY else max(soft, min(wanted, hard))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (ValueError, OSError) as e:  # macOS has a limit below the one that it reports

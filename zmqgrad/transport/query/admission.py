@@ -19,8 +19,6 @@ class Admission:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.accepted = self.connected = self.failed = 0
-        """Tcp connections: accepted; with their handshake completed, or failed."""
         self.refused: set[int] = set()
         """Descriptors of the tcp connections of clients that were refused."""
         self._open: set[int] = set()  # descriptors of tcp connections
@@ -34,14 +32,8 @@ class Admission:
         """How many clients are connected. A client that changes to the fast path counts once."""
         return len(self._local_clients) + len(self._tcp_clients)
 
-    @property
-    def pending(self) -> int:
-        """How many tcp connections are in the handshake."""
-        return max(0, self.accepted - self.connected - self.failed)
-
     def on_accepted(self, fd: int) -> None:
-        """Counts a new tcp connection."""
-        self.accepted += 1
+        """Notes a new tcp connection."""
         self._open.add(fd)
 
     def on_disconnected(self, fd: int) -> None:

@@ -18,8 +18,9 @@ from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.bind_policy import bind_tcp
 from zmqgrad.transport.query.sockets import set_up_query_socket
 from zmqgrad.transport.security import Keys, secure_server
-from zmqgrad.transport.sockets import NOBLOCK, NOBLOCK_MORE, get_int
+from zmqgrad.transport.sockets import NOBLOCK, NOBLOCK_MORE, connection_fd, get_int
 from zmqgrad.transport.tap import Identity, Tracer
+from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Message
 
@@ -42,6 +43,8 @@ class Publisher:
         incarnation: of the server.
         address: tcp address to listen on; port ``*`` lets the system choose one.
         on_nonce: called with each nonce that a client subscribes to.
+        watch: makes the server's thread call a function whenever a file descriptor is readable.
+        call_later: runs a job later, in the server's thread.
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: as ``bind_tcp``.
@@ -54,6 +57,8 @@ class Publisher:
         address: str,
         keys: Keys | None,
         on_nonce: Callable[[str], None],
+        watch: Callable[[int, Callable[[], object]], None],
+        call_later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self.published = 0
         """How many notifications were published."""
@@ -66,13 +71,19 @@ class Publisher:
             set_up_query_socket(self._socket)
             if keys is not None:
                 secure_server(self._socket, keys)
-            self.endpoint = bind_tcp(self._socket, address, secured=keys is not None and keys.from_secret)
+            secured = keys is not None and keys.from_secret
+            self._listener = TcpListener(
+                self._socket,
+                lambda fd: bind_tcp(self._socket, address, secured=secured, listen_fd=fd),
+                call_later,
+            )
         except BaseException:
             self._socket.close(linger=0)
             raise
+        self.endpoint = self._listener.endpoint
         self.port = int(self.endpoint.rpartition(":")[2])
-        self.fd = get_int(self._socket, zmq.FD)
-        """The descriptor to poll; see :meth:`read`."""
+        watch(get_int(self._socket, zmq.FD), self.read)
+        watch(self._listener.fd, self._listener.read)
         self.tracer: Tracer | None = None
         tapping.register(self)
 
@@ -93,18 +104,21 @@ class Publisher:
         self._socket.send(data, NOBLOCK)
 
     def read(self) -> None:
-        """Reads subscriptions. Must be called when ``fd`` is ready."""
+        """Reads subscriptions."""
         self._unread = False
+        self._listener.read()
         try:
             while True:
-                event = self._socket.recv(NOBLOCK)
+                frame = self._socket.recv(NOBLOCK, copy=False)
+                event = frame.bytes
+                self._listener.hear(connection_fd(frame))
                 if event[1:2] == NONCE:
                     self._on_nonce_topic(event[2:], subscribed=event[0] == 1)
         except zmq.Again:
             return
 
     def read_if_unread(self) -> None:
-        """As :meth:`read`, if there may be subscriptions that ``fd`` does not report."""
+        """As :meth:`read`, if there may be subscriptions that the descriptor does not report."""
         if self._unread:
             self.read()
 
@@ -128,4 +142,5 @@ class Publisher:
     def close(self) -> None:
         """Closes the socket. Idempotent."""
         tapping.unregister(self)
+        self._listener.close()
         self._socket.close(linger=0)

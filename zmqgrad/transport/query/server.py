@@ -114,11 +114,13 @@ class QueryServer:
         self._reader = Reader(name, self._close, spin_budget(), clock)
         self.register = self._reader.watch
         """Makes the server's thread call a function whenever a file descriptor is readable."""
+        self.call_later = self._reader.call_later
+        """Runs a job later, in the server's thread."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._router: RouterSocket | None = None
         try:
             router = self._router = RouterSocket(
-                name, self.context, address, keys, listen_fd, self._admission, self._reader.call_later
+                self.context, address, keys, listen_fd, self._admission, self._reader.call_later
             )
             self._local: LocalListener | None = None
             if fast_path and local.supported():
@@ -183,8 +185,8 @@ class QueryServer:
 
     @property
     def pending(self) -> int:
-        """How many tcp connections are in the handshake."""
-        return self._admission.pending
+        """How many tcp connections have not sent a query yet."""
+        return 0 if self._router is None else self._router.silent
 
     # ---- the thread -------------------------------------------------------------------------------------
 
@@ -316,15 +318,19 @@ class QueryServer:
         self, route: Route, frame: zmq.Frame | None, client_id: int, request_id: int, query: StorePing
     ) -> None:
         """Replies to a client that begins, or that tests whether its connection still works."""
+        fd = -1
         if frame is None:
             self._admission.add_local(route, client_id)
+        else:
+            fd = connection_fd(frame)
+            self._read_monitor()
+            assert self._router is not None
+            self._router.hear(fd)
         if self.refuses_newcomers or self._ending:
             return  # it will find the next server here when this one has closed the connection
-        if frame is not None:
-            self._read_monitor()
-            if not self._admission.admit_tcp(client_id, connection_fd(frame)):
-                self._refuse_surplus(route, request_id)
-                return
+        if frame is not None and not self._admission.admit_tcp(client_id, fd):
+            self._refuse_surplus(route, request_id)
+            return
         endpoint = "" if self._local is None else self._local.endpoint
         self.reply(route, request_id, StorePong(query.nonce, endpoint))
 

@@ -24,12 +24,13 @@ import zmq
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.transport.base import Buffer
-from zmqgrad.transport.bind_policy import bind, tcp_address
+from zmqgrad.transport.bind_policy import bind_tcp, tcp_address
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.sealed.records import AVAILABLE, KEY_BYTES, Cipher, Head, NullCipher, read_head
 from zmqgrad.transport.security import ZapAuthenticator, password_server
 from zmqgrad.transport.session import Incoming, Verdict
-from zmqgrad.transport.sockets import send_all, set_up, use_io_thread
+from zmqgrad.transport.sockets import connection_fd, send_all, set_up, use_io_thread
+from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Chunk
@@ -98,6 +99,8 @@ class ChannelReceiver:
         self._port = 0
         self._token = b"" if zap is None else secrets.token_hex(16).encode()
         self._thread: threading.Thread | None = None
+        self._listener: TcpListener | None = None  # used by the thread
+        self._jobs: list[tuple[float, Callable[[], None]]] = []  # used by the thread
         self._inproc = f"inproc://{name}-bulk-{secrets.token_hex(16)}"
         self._ends: deque[tuple[int, bytes]] = deque()
         self.refused = 0
@@ -139,22 +142,26 @@ class ChannelReceiver:
         try:
             set_up(router)
             router.rcvhwm = MAX_QUEUED_RECORDS
-            router.ipv6 = ":" in self._host
             use_io_thread(router, bulk=True)
             router.bind(self._inproc)
             if self._zap is not None:
                 password_server(router)
-            endpoint = bind(router, tcp_address(self._host, "*"))
-        except TransportError as e:
-            router.close()
+            address = tcp_address(self._host, "*")
+            self._listener = listener = TcpListener(
+                router,
+                lambda fd: bind_tcp(router, address, secured=True, listen_fd=fd),  # as the mailbox's
+                self._call_later,
+            )
+        except (OSError, TransportError) as e:
+            router.close(linger=0)
             logger.warning("%s cannot receive large messages by channels: %s", self._name, e)
             return str(e)
         bytearray(MALLOC_REUSES_BYTES)  # once one is freed, glibc keeps blocks of this size and less
         if self._zap is not None:
             self._zap.passwords.add(self._token)
-        self._port = int(endpoint.rpartition(":")[2])
+        self._port = int(listener.endpoint.rpartition(":")[2])
         self._thread = threading.Thread(
-            target=self._run, args=(router,), name=f"{self._name}-bulk", daemon=True
+            target=self._run, args=(router, listener), name=f"{self._name}-bulk", daemon=True
         )
         self._thread.start()
         return ""
@@ -176,8 +183,22 @@ class ChannelReceiver:
 
     # ---- receiving, in the thread ----------------------------------------------------------------------
 
-    def _run(self, router: zmq.Socket[bytes]) -> None:
+    def _call_later(self, seconds: float, job: Callable[[], None]) -> None:
+        self._jobs.append((MONOTONIC.now() + seconds, job))
+
+    def _do_jobs(self, now: float) -> float:
+        """Does what is due. Returns when something is due next."""
+        due = [job for moment, job in self._jobs if moment <= now]
+        self._jobs = [entry for entry in self._jobs if entry[0] > now]
+        for job in due:
+            job()
+        return min((moment for moment, _ in self._jobs), default=math.inf)
+
+    def _run(self, router: zmq.Socket[bytes], listener: TcpListener) -> None:
         forward = self._context.socket(zmq.DEALER)
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(listener.fd, zmq.POLLIN)
         try:
             set_up(forward)
             forward.sndhwm = 0
@@ -191,13 +212,19 @@ class ChannelReceiver:
                     peer, token = self._ends.popleft()
                     _pass_on(forward, token, [peer.to_bytes(2, "big")])
                     continue
-                if router.poll(None if due == math.inf else math.ceil(1000 * (due - now))):
+                until = min(due, self._do_jobs(now)) - now
+                ready = poller.poll(None if until == math.inf else math.ceil(1000 * until))
+                for source, _ in ready:
+                    if source is not router:
+                        listener.read()
+                        continue
                     frames = router.recv_multipart(copy=False)
                     if len(frames) != 2 or len(frames[1]):  # otherwise it only wakes this thread
                         due = min(due, self._receive(frames, forward))
         except zmq.ContextTerminated:
             pass  # the mailbox has been closed
         finally:
+            listener.close()
             router.close(linger=0)
             forward.close(linger=0)
 
@@ -210,12 +237,20 @@ class ChannelReceiver:
             if channel is None:
                 raise ProtocolError(f"unknown channel {head.channel:#x}")
             self._open(channel, head, record, forward)
+            self._hear(connection_fd(frames[1]))
             return channel.incoming.due
         except ProtocolError as e:
             self._refuse(e)
         except Exception:
             logger.exception("%s: handling a sealed record failed", self._name)
         return math.inf
+
+    def _hear(self, fd: int) -> None:
+        """Notes that a connection belongs to a peer: a record that came by it was opened."""
+        assert self._listener is not None
+        if not self._listener.hear(fd):
+            self._listener.read()
+            self._listener.hear(fd)
 
     def _open(
         self, channel: _Channel, head: Head, record: Sequence[Buffer], forward: zmq.Socket[bytes]

@@ -1,0 +1,260 @@
+"""Tcp addresses of libzmq's sockets: how many strangers are let in, and what happens without descriptors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+import zmq
+
+from tests.support.waiting import eventually
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import StoreServer, TCPStore
+from zmqgrad.transport import tcp_listener
+from zmqgrad.transport.base import Inbound, PeerAddress
+from zmqgrad.transport.bind_policy import bind_tcp
+from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.security import ZapAuthenticator, load_keys, secure_client, secure_server
+from zmqgrad.transport.sockets import connection_fd, set_up
+from zmqgrad.transport.tcp_listener import TcpListener
+from zmqgrad.wire.messages import StorePing
+
+SECRET = "the secret of this job, of 33 bytes"
+KEYS = load_keys(SECRET)
+MAX_SILENT = 8
+
+
+class Listening:
+    """A ROUTER with a secret, read by the test."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        assert KEYS is not None
+        self.zap = ZapAuthenticator(self.context, KEYS)
+        self.router = self.context.socket(zmq.ROUTER)
+        set_up(self.router)
+        secure_server(self.router, KEYS)
+        self.jobs: list[Callable[[], None]] = []
+        self.listener = TcpListener(
+            self.router,
+            lambda fd: bind_tcp(self.router, "tcp://127.0.0.1:*", secured=True, listen_fd=fd),
+            lambda seconds, job: self.jobs.append(job),
+        )
+        self.port = int(self.listener.endpoint.rpartition(":")[2])
+
+    def silent(self) -> int:
+        self.zap.read()
+        self.listener.read()
+        return self.listener.silent
+
+    def receive(self) -> bytes | None:
+        self.silent()
+        if not self.router.poll(10):
+            return None
+        *_, frame = self.router.recv_multipart(copy=False)
+        self.silent()
+        assert self.listener.hear(connection_fd(frame))
+        return frame.bytes
+
+    def stranger(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), 5)
+
+    def member(self) -> zmq.Socket[bytes]:
+        assert KEYS is not None
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.linger = 0
+        secure_client(dealer, KEYS)
+        dealer.connect(self.listener.endpoint)
+        dealer.send(b"hello")
+        return dealer
+
+    def close(self) -> None:
+        self.listener.close()
+        self.zap.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
+    monkeypatch.setattr(tcp_listener, "MAX_SILENT", MAX_SILENT)
+    made = Listening()
+    yield made
+    made.close()
+
+
+def test_of_too_many_strangers_the_oldest_are_cut(
+    listening: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Members stay, and get in at any time."""
+    member = listening.member()
+    eventually(listening.receive, lambda data: data == b"hello")
+    with ExitStack() as crowd:
+        strangers = [crowd.enter_context(listening.stranger()) for _ in range(3 * MAX_SILENT)]
+        eventually(lambda: (listening.silent(), is_cut(strangers[2 * MAX_SILENT - 1]))[1])
+        assert listening.silent() == MAX_SILENT
+        assert all(map(is_cut, strangers[: 2 * MAX_SILENT]))
+        assert not any(map(is_cut, strangers[2 * MAX_SILENT :]))
+        newcomer = listening.member()
+        eventually(listening.receive, lambda data: data == b"hello")
+        member.send(b"still here")
+        eventually(listening.receive, lambda data: data == b"still here")
+    eventually(listening.silent, lambda n: n == 0)
+    assert not listening.jobs
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        f"{listening.listener.endpoint}: too many connections have sent nothing; closed the oldest"
+    ]
+    member.close()
+    newcomer.close()
+
+
+def is_cut(stranger: socket.socket) -> bool:
+    """Returns whether the other end has closed the connection."""
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(1000):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_without_descriptors_strangers_are_cut_first(
+    listening: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    member = listening.member()
+    eventually(listening.receive, lambda data: data == b"hello")
+    with ExitStack() as crowd:
+        crowd.enter_context(listening.stranger())
+        eventually(listening.silent, lambda n: n == 1)
+        newcomer = crowd.enter_context(socket.socket())
+        with all_descriptors_used():
+            newcomer.connect(("127.0.0.1", listening.port))
+            eventually(lambda: (listening.silent(), "no more file descriptors; closed" in caplog.text)[1])
+        assert not listening.jobs, "the address was not given up"
+        member.send(b"still here")
+        eventually(listening.receive, lambda data: data == b"still here")
+    member.close()
+
+
+def test_members_are_no_strangers(listening: Listening, caplog: pytest.LogCaptureFixture) -> None:
+    members = []
+    for _ in range(3):
+        members += [listening.member() for _ in range(MAX_SILENT)]
+        for _ in range(MAX_SILENT):
+            eventually(listening.receive, lambda data: data == b"hello")
+        assert listening.silent() == 0
+    assert "closed the oldest" not in caplog.text
+    for member in members:
+        member.close()
+
+
+def test_refused_connections_are_forgotten(listening: Listening) -> None:
+    """libzmq reports no failed handshake of a peer that does not speak its protocol at all."""
+    for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(100), b""):
+        with ExitStack() as crowd:
+            strangers = [crowd.enter_context(listening.stranger()) for _ in range(MAX_SILENT)]
+            for stranger in strangers:
+                stranger.sendall(data)
+            if data:
+                eventually(lambda: all(map(is_cut, strangers)))  # noqa: B023
+        eventually(listening.silent, lambda n: n == 0)
+    member = listening.member()
+    eventually(listening.receive, lambda data: data == b"hello")
+    member.close()
+
+
+# ---- without descriptors ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@contextmanager
+def all_descriptors_used() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used: list[int] = []
+    try:
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+        with suppress(OSError):
+            while True:
+                used.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in used:
+            os.close(fd)
+
+
+def run_out(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Connects to ``port`` while this process has no descriptor left, until the listener says so."""
+    caplog.clear()
+    with socket.socket() as newcomer:
+        with no_descriptor():
+            newcomer.connect(("127.0.0.1", port))
+            eventually(lambda: "no more file descriptors" in caplog.text)
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", port))
+
+
+@pytest.mark.slow
+def test_a_worker_without_descriptors_keeps_its_port(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tcp_listener, "PAUSE_SECONDS", 0.1)
+    caplog.set_level(logging.DEBUG, tcp_listener.__name__)
+    arrived: list[Inbound] = []
+    mailboxes = [ZmqMailbox(f"w{i}", i, keys=KEYS, fast_path=False) for i in range(2)]
+
+    def resolve(peer: int) -> PeerAddress:
+        return PeerAddress(mailboxes[peer].endpoints, mailboxes[peer].incarnation)
+
+    for mailbox in mailboxes:
+        mailbox.start(arrived.append, resolve)  # type: ignore[arg-type]
+    try:
+        address = next(e for e in mailboxes[1].endpoints if e.startswith("tcp:"))
+        mailboxes[0].send(1, StorePing("before"), 0)
+        eventually(lambda: arrived)
+        run_out(int(address.rpartition(":")[2]), caplog)
+        mailboxes[0].send(1, StorePing("after"), 0)
+        expected = [StorePing("before"), StorePing("after")]
+        eventually(lambda: [inbound.message for inbound in arrived], lambda got: got == expected)
+    finally:
+        for mailbox in mailboxes:
+            mailbox.close()
+        for mailbox in mailboxes:
+            assert mailbox.join(Deadline.after(20)) == []
+
+
+@pytest.mark.slow
+def test_a_publisher_without_descriptors_keeps_its_port(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tcp_listener, "PAUSE_SECONDS", 0.1)
+    caplog.set_level(logging.DEBUG, tcp_listener.__name__)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = StoreServer("tcp://127.0.0.1:*", watch_port=port, secret=SECRET)
+    try:
+        run_out(port, caplog)
+        seen: list[bytes | None] = []
+        with TCPStore("127.0.0.1", server.port, secret=SECRET) as store:
+            store.watch_key("key", lambda old, new: seen.append(new))
+            store.set("key", "value")
+            eventually(lambda: seen, lambda got: got == [b"value"])
+    finally:
+        server.close()
