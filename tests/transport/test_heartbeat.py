@@ -19,6 +19,7 @@ import pytest
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.transport import strangers
 from zmqgrad.transport.base import PeerAddress, PeerEnd
 from zmqgrad.transport.heartbeat import TOKEN_SIZE, HeartbeatListener, HeartbeatMonitor
 from zmqgrad.transport.heartbeat.failure_detector import (
@@ -338,6 +339,17 @@ def test_many_foreign_connections_do_not_exclude_peers(monkeypatch: pytest.Monke
             for stranger in crowd:
                 stranger.close()
             assert not heard.lost
+
+
+@pytest.mark.parametrize("data", [b"", b"half of"])
+def test_a_foreign_connection_is_closed_in_time(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "HANDSHAKE_SECONDS", 0.02)
+    listener = a_listener()
+    address = listener.sockets[1].getsockname()
+    with watch(Heard(), listener=listener), socket.create_connection(address, WAIT) as stranger:
+        assert len(stranger.recv(GREETING_SIZE, socket.MSG_WAITALL)) == GREETING_SIZE
+        stranger.send(data)
+        assert not stranger.recv(1)
 
 
 @pytest.mark.parametrize("kind", ["ipc", "heartbeat"])

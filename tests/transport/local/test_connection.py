@@ -10,6 +10,7 @@ import secrets
 import select
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +25,7 @@ from zmqgrad.transport.local import connection as local_connection
 from zmqgrad.transport.local.connection import Offer, send_with_gil
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello, proven, welcome
 from zmqgrad.transport.local.listener import MAX_HANDSHAKES
+from zmqgrad.transport.strangers import HANDSHAKE_SECONDS
 
 pytestmark = pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
 
@@ -41,12 +43,15 @@ class Site:
         self.accepted: list[LocalConnection] = []
         self.accepts = True
         self.later: list[tuple[float, Callable[[], None]]] = []
+        self.late: list[tuple[float, Callable[[], None]]] = []  # for connections without a hello
         self.listener = LocalListener(
             self.endpoint,
             self.poll,
             JOB,
             7,
-            lambda seconds, job: self.later.append((seconds, job)),
+            lambda seconds, job: (self.late if seconds == HANDSHAKE_SECONDS else self.later).append(
+                (seconds, job)
+            ),
             on_opened=self.accept,
         )
         self.arrived: list[tuple[bytes, LocalConnection]] = []
@@ -632,6 +637,66 @@ def test_silent_connections_are_bounded(site: Site, caplog: pytest.LogCaptureFix
         stranger.close()
 
 
+def test_a_connection_without_a_hello_is_closed_in_time(site: Site) -> None:
+    with stranger_at(site) as silent, stranger_at(site) as patient:
+        silent.setblocking(False)
+        first = proven(JOB, site.endpoint, HELLO)
+        site.read()
+        for _ in range(2):
+            ((_, job),) = site.late
+            site.late.clear()
+            job()
+            if not has_ended(silent):
+                patient.send(first)
+            site.read()
+        assert has_ended(silent)
+        assert patient.recv(100) == welcome(JOB, first)
+        assert site.late == []
+
+
+def test_a_peer_gets_in_while_strangers_fill_the_limit(site: Site) -> None:
+    """Here a thread connects again and again, and another process of the job connects in between."""
+    first = proven(JOB, site.endpoint, HELLO)
+    code = (
+        "import socket,sys; s=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET); s.connect(sys.argv[1]); "
+    )
+    code += (
+        "print(flush=True); input(); s.send(bytes.fromhex(sys.argv[2])); print(s.recv(100).hex(), flush=True)"
+    )
+    name = local.unix_name(site.endpoint)
+    command = [sys.executable, "-c", code.replace("sys.argv[1]", repr(name)), "", first.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        peer.stdout.readline()  # it has connected, and is slow to say hello
+        strangers = [stranger_at(site) for _ in range(3 * MAX_HANDSHAKES)]
+        site.read()
+        peer.stdin.write("\n")
+        peer.stdin.flush()
+        site.read(20_000)
+        assert peer.stdout.readline().strip() == welcome(JOB, first).hex()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_connection_closed_before_its_hello_is_made_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers of many processes may fill the limit between the two steps of connecting."""
+    opens = socket.socket.connect
+    tries: list[str] = []
+
+    def connect(self: socket.socket, address: str) -> None:
+        opens(self, address)
+        tries.append(address)
+        if len(tries) < 3:
+            self.shutdown(socket.SHUT_RDWR)  # as if the listener did
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    assert site.ready().is_ready()
+    assert len(tries) == 3
+
+
 def has_ended(stranger: socket.socket) -> bool:
     try:
         return stranger.recv(100, socket.MSG_PEEK) == b""
@@ -669,7 +734,7 @@ def test_nothing_is_sent_early_to_a_process_that_is_not_named(
     """The kernel reports process 0 for one of another namespace."""
     unnamed = f"ipc://@zmqgrad-{secrets.token_hex(8)}"
     listener = LocalListener(unnamed, site.poll, JOB, 7, lambda seconds, job: None)
-    monkeypatch.setattr(local_connection, "_credentials", lambda _: (pid, os.getuid(), 0))
+    monkeypatch.setattr(local_connection, "credentials", lambda _: (pid, os.getuid(), 0))
     for endpoint in (unnamed, site.endpoint):
         connection = local.connect(endpoint, HELLO, JOB, backlogged.append, eager=True)
         connection.send(b"a call")

@@ -1,8 +1,9 @@
 """Replies to the heartbeats of other workers.
 
-Only workers of the job are answered. Connections may use at most half of the file descriptors of the process,
-those that have not proven yet to be of the job a quarter; beyond that, the oldest is closed. A worker of the
-job then connects again. On one host only processes of the same user are accepted.
+Only workers of the job are answered. Connections may use at most half of the file descriptors of the process;
+beyond that, the oldest is closed. Those that have not proven yet to be of the job are limited further
+(:mod:`~zmqgrad.transport.strangers`). A worker of the job then connects again. On one host only processes of
+the same user are accepted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from zmqgrad.transport.heartbeat.protocol import (
     prove,
     write,
 )
-from zmqgrad.transport.local import is_same_user, unix_name
+from zmqgrad.transport.local import is_same_user, process_of, unix_name
+from zmqgrad.transport.strangers import Strangers
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ PAUSE_SECONDS = 1.0
 
 MAX_PEERS = 1 << 16
 """Maximum number of connections, which is the maximum number of workers."""
+
+MAX_HANDSHAKES = 256
+"""Connections that may not have proven yet to be of the job."""
 
 
 class HeartbeatListener:
@@ -104,6 +109,7 @@ class HeartbeatServer:
         self._peers: dict[sockets.socket, None] = {}  # oldest first
         self._handshaking: dict[sockets.socket, tuple[bytes, bytes]] = {}  # what was sent, and received
         self._most = _max_peers()
+        self._strangers = Strangers(min(MAX_HANDSHAKES, max(1, self._most // 2)), service.call_later)
         self._refusals = RepeatLog(logger, name)
         self._closed = False
 
@@ -118,7 +124,7 @@ class HeartbeatServer:
 
     def _accept(self, listening: sockets.socket) -> None:
         try:
-            peer, _ = listening.accept()
+            peer, address = listening.accept()
         except (BlockingIOError, ConnectionAbortedError):  # the peer has closed it again
             return
         except OSError as e:  # the process has no more file descriptors: peers must wait
@@ -129,13 +135,16 @@ class HeartbeatServer:
         if peer.family == sockets.AF_UNIX and not is_same_user(peer):
             peer.close()
             return
-        if len(self._handshaking) >= max(1, self._most // 2):
-            self._disconnect(next(iter(self._handshaking)))
         peer.setblocking(False)
         greeting = self._listener.token + secrets.token_bytes(CHALLENGE_SIZE)
         self._handshaking[peer] = greeting, b""
         self._service.watch(peer.fileno(), READ, lambda _: self._read(peer))
         write(peer, greeting)
+        surplus = self._strangers.add(
+            peer, process_of(peer) if peer.family == sockets.AF_UNIX else address[0]
+        )
+        if surplus is not None:
+            self._disconnect(surplus)
 
     def _read(self, peer: sockets.socket) -> None:
         if peer not in self._peers and peer not in self._handshaking:
@@ -166,6 +175,9 @@ class HeartbeatServer:
             self._disconnect(peer)
             return
         del self._handshaking[peer]
+        if not self._strangers.remove(peer):
+            self._disconnect(peer)
+            return
         if len(self._peers) >= self._most:
             self._disconnect(next(iter(self._peers)))
         self._peers[peer] = None
@@ -174,7 +186,8 @@ class HeartbeatServer:
     def _disconnect(self, peer: sockets.socket) -> None:
         self._service.unwatch(peer.fileno())
         self._peers.pop(peer, None)
-        self._handshaking.pop(peer, None)
+        if self._handshaking.pop(peer, None) is not None:
+            self._strangers.remove(peer)
         peer.close()
 
     def close(self) -> None:
@@ -182,6 +195,8 @@ class HeartbeatServer:
         self._closed = True
         for open_socket in (*self._listener.sockets, *self._peers, *self._handshaking):
             self._service.unwatch(open_socket.fileno())
+        for peer in self._handshaking:
+            self._strangers.remove(peer)
         self.close_sockets()
 
     def close_sockets(self) -> None:

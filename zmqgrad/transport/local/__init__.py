@@ -19,6 +19,7 @@ from zmqgrad.transport.local.connection import (
     connect,
     is_listening,
     is_same_user,
+    process_of,
     supported,
     unix_name,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "connect",
     "is_listening",
     "is_same_user",
+    "process_of",
     "supported",
     "unix_name",
 ]

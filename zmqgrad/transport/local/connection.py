@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.forks import in_forks
 from zmqgrad.transport.local import handshake
 from zmqgrad.transport.local.descriptors import named_process
@@ -73,10 +74,15 @@ def unix_name(endpoint: str) -> str:
 
 def is_same_user(connected: socket.socket) -> bool:
     """Returns whether the peer process runs as our user. True if the system does not report it (macOS)."""
-    return sys.platform != "linux" or _credentials(connected)[1] == os.getuid()  # else in a private directory
+    return sys.platform != "linux" or credentials(connected)[1] == os.getuid()  # else in a private directory
 
 
-def _credentials(connected: socket.socket) -> tuple[int, ...]:
+def process_of(connected: socket.socket) -> int:
+    """Returns the id of the peer process; 0 if it is of another namespace, or the system reports none."""
+    return credentials(connected)[0] if sys.platform == "linux" else 0
+
+
+def credentials(connected: socket.socket) -> tuple[int, ...]:
     """Returns process id, user and group of the peer process when it began to listen, or connected."""
     return _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
 
@@ -111,6 +117,19 @@ def connect(
         BlockingIOError: if too many connections wait to be accepted there for CONNECT_SECONDS.
         OSError: if no process of our user listens there.
     """
+    first = handshake.proven(key, endpoint, hello)
+    deadline = Deadline.after(CONNECT_SECONDS)
+    while (opened := _open(endpoint, first)) is None:  # the listener had too many connections without a hello
+        if deadline.passed():
+            raise BlockingIOError(errno.EAGAIN, f"too many processes connect to {endpoint}")
+    # The kernel reports 0 for a process of another namespace.
+    eager = eager and process_of(opened) == named_process(endpoint) != 0
+    expected = handshake.welcome(key, first)
+    return LocalConnection(opened, on_backlog, expected=expected, eager=eager, number=hello.number)
+
+
+def _open(endpoint: str, first: bytes) -> socket.socket | None:
+    """Returns a connection that has begun with the packet ``first``; None if it was closed before that."""
     opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -120,15 +139,15 @@ def connect(
         opened.setblocking(False)
         if not is_same_user(opened):
             raise PermissionError(f"a process of another user listens at {endpoint}")
-        first = handshake.proven(key, endpoint, hello)
-        opened.send(first)
-        # The kernel reports 0 for a process of another namespace.
-        eager = eager and _credentials(opened)[0] == named_process(endpoint) != 0
+        try:
+            opened.send(first, _NOW)
+        except (BrokenPipeError, ConnectionResetError):
+            opened.close()
+            return None
     except BaseException:
         opened.close()
         raise
-    expected = handshake.welcome(key, first)
-    return LocalConnection(opened, on_backlog, expected=expected, eager=eager, number=hello.number)
+    return opened
 
 
 Queued = tuple[bytes, int]

@@ -15,8 +15,9 @@ import msgspec
 
 from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.repeat_log import RepeatLog
-from zmqgrad.transport.local.connection import LocalConnection, is_same_user, unix_name
+from zmqgrad.transport.local.connection import LocalConnection, is_same_user, process_of, unix_name
 from zmqgrad.transport.local.handshake import ANY, PROTOCOL, Hello, read_hello, welcome
+from zmqgrad.transport.strangers import Strangers
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ MAX_CONNECTIONS = 16_384
 """Peers beyond this limit are refused."""
 
 MAX_HANDSHAKES = 64
-"""Connections that may be without a hello; beyond that, the oldest of them is closed."""
+"""Connections that may be without a hello: see :class:`~zmqgrad.transport.strangers.Strangers`."""
 
 MAX_HELLO_BYTES = 4096
 
@@ -112,6 +113,7 @@ class LocalListener:
         guesses = [not bursts, *[True] * (PROBE_INTERVAL - 1)]
         self._is_alone: Callable[[], bool] = itertools.cycle(guesses).__next__
         self._handshaking: dict[int, socket.socket] = {}  # connected sockets that have not sent a hello
+        self._strangers = Strangers(MAX_HANDSHAKES, call_later)  # the same, but for those whose time is over
         self._following: dict[Hello, LocalConnection] = {}  # to be read when the one before has ended
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -246,6 +248,9 @@ class LocalListener:
                 self._handshake(earlier)
         del self._handshaking[fd]
         self._poll.unregister(fd)
+        if not self._strangers.remove(new):
+            hello, packet = None, b""
+            self._refusals.warning(f"{self.endpoint}: closed a connection that has sent nothing")
         full = len(self.connections) + len(self._following) >= self._max_connections
         if hello is None and packet:
             self._refusals.warning(
@@ -309,22 +314,22 @@ class LocalListener:
             accepted.close()
             return True
         accepted.setblocking(False)
-        self._drop_silent()
         self._handshaking[accepted.fileno()] = accepted
         self._poll.register(accepted.fileno(), select.POLLIN)
+        surplus = self._strangers.add(accepted, process_of(accepted))
+        if surplus is not None:
+            self._close_silent(surplus)
         return True
 
-    def _drop_silent(self) -> None:
-        """Closes the oldest connection without a hello if there are many. A peer sends it at once."""
-        if len(self._handshaking) < MAX_HANDSHAKES:
-            return
-        oldest = next(iter(self._handshaking))
-        self._handshake(oldest)
-        silent = self._handshaking.pop(oldest, None)
-        if silent is not None:
+    def _close_silent(self, stranger: socket.socket) -> None:
+        """Closes a connection unless it has sent a hello, as a peer does at once."""
+        fd = stranger.fileno()
+        self._handshake(fd)
+        if self._handshaking.pop(fd, None) is not None:
             self._refusals.warning(f"{self.endpoint}: closed a connection that has sent nothing")
-            self._poll.unregister(oldest)
-            silent.close()
+            self._poll.unregister(fd)
+            self._strangers.remove(stranger)
+            stranger.close()
 
     def _end(self, fd: int, connection: LocalConnection) -> None:
         if fd in self._paused:
@@ -352,6 +357,7 @@ class LocalListener:
     def close(self) -> None:
         """Stops listening and reading. Idempotent."""
         for new in self._handshaking.values():
+            self._strangers.remove(new)
             new.close()
         for connection in self.stop():
             with suppress(OSError):
