@@ -8,7 +8,9 @@ walk over the graph gives.
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.autograd.graph.plan import Edge, Graph, Group, Plan, bits
+from zmqgrad.autograd.graph import entry_sets
+from zmqgrad.autograd.graph.entry_sets import EntrySets
+from zmqgrad.autograd.graph.plan import Edge, Graph, Group, Plan
+
+
+@pytest.fixture(autouse=True, scope="module", params=[1, 256], ids=["small blocks", "one block"])
+def block_bits(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with sets of entries that are trees, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry_sets, "BLOCK_BITS", request.param)
+        yield
 
 
 @dataclass(frozen=True)
@@ -63,12 +75,12 @@ def reached(graph: Graph, start: int) -> set[int]:
     return found
 
 
-def masks(case: Case) -> dict[int, int]:
+def sets(case: Case) -> dict[int, list[int]]:
     """By definition: for each node that is reached, the entries which reach it."""
-    result: Counter[int] = Counter()
+    result: dict[int, list[int]] = {}
     for number, edges in enumerate(case.entries):
         for node in set().union(*(reached(case.graph, node) for node, _ in edges)):
-            result[node] |= 1 << number
+            result.setdefault(node, []).append(number)
     return result
 
 
@@ -91,7 +103,7 @@ class Executor:
         self.case = case
         self.graph = case.graph
         self.plan = Plan(case.graph, case.entries)
-        self.masks = masks(case)
+        self.sets = sets(case)
         self.waiting: Counter[Edge] = Counter()
         self.results: Counter[Edge] = Counter()
         self.ran: list[int] = []  # nodes, in order
@@ -110,7 +122,7 @@ class Executor:
     def run_all(self, ready: list[Group]) -> None:
         while ready:
             group = ready.pop(0)
-            assert set(bits(group.entries)) <= self.settled, "ready before its entries were there"
+            assert set(self.plan.entries_of(group)) <= self.settled, "ready before its entries were there"
             assert not group.ran
             self.run(group)
             ready += self.plan.finished(group)
@@ -120,7 +132,8 @@ class Executor:
         arriving: Counter[Edge] = Counter()
         for edge in group.incoming:
             arriving[edge] += self.waiting.pop(edge, 0)
-        mine = {n for n, mask in self.masks.items() if mask == group.entries and n not in self.graph.leaves}
+        its = self.plan.entries_of(group)
+        mine = {n for n, by in self.sets.items() if by == its and n not in self.graph.leaves}
         for node in sorted(mine, key=lambda n: -len(reached(self.graph, n))):
             self.ran.append(node)
             total = sum(v for (n, _), v in arriving.items() if n == node)
@@ -148,26 +161,32 @@ class Executor:
 
 @given(cases())
 def test_groups_hold_every_reached_node_once_and_by_definition(case: Case) -> None:
-    plan, by_node = Plan(case.graph, case.entries), masks(case)
-    inner = {node: mask for node, mask in by_node.items() if node not in case.graph.leaves}
-    assert set(inner.values()) <= {g.entries for g in plan.groups.values()}
-    for group in plan.groups.values():
+    plan, by_node = Plan(case.graph, case.entries), sets(case)
+    inner = {node: by for node, by in by_node.items() if node not in case.graph.leaves}
+    held = [plan.entries_of(group) for group in plan.groups]
+    assert len(set(map(tuple, held))) == len(held), "two groups for one set of entries"
+    assert all(by in held for by in inner.values())
+    for node, by in inner.items():
+        assert plan.entries_of(plan.group_of(node)) == by
+    for group in plan.groups:
         assert len(set(group.incoming)) == len(group.incoming)
         assert len(set(group.outgoing)) == len(group.outgoing)
-        assert sorted(group.sinks) == sorted(r for r in case.graph.sinks if inner.get(r) == group.entries)
+        assert sorted(group.sinks) == sorted(
+            r for r in case.graph.sinks if inner.get(r) == plan.entries_of(group)
+        )
 
 
 @given(cases())
 def test_an_outgoing_edge_behind_another_is_found(case: Case) -> None:
     plan = Plan(case.graph, case.entries)
-    for group in plan.groups.values():
+    for group in plan.groups:
         targets = {node for node, _ in group.outgoing}
         behind = [
             reached(case.graph, following)
             for t in targets
             for following, _ in case.graph.following.get(t, ())
         ]
-        assert plan.reenters(group) == any(nodes & targets for nodes in behind)
+        assert group.reenters == any(nodes & targets for nodes in behind)
 
 
 @given(cases())
@@ -176,8 +195,8 @@ def test_running_groups_as_entries_arrive_sums_what_paths_sum(case: Case) -> Non
     for entry in case.order:
         executor.arrive(entry)
     executor.check_order()
-    assert all(group.ran for group in executor.plan.groups.values())
-    assert set(executor.ran) == {n for n in executor.masks if n not in case.graph.leaves}
+    assert all(group.ran for group in executor.plan.groups)
+    assert set(executor.ran) == {n for n in executor.sets if n not in case.graph.leaves}
     assert executor.results == paths(case, set(case.order))
     assert not executor.plan.waits()
 
@@ -187,8 +206,8 @@ def test_a_group_runs_as_soon_as_its_entries_are_there(case: Case) -> None:
     executor = Executor(case)
     for entry in case.order:
         executor.arrive(entry)
-        for group in executor.plan.groups.values():
-            assert group.ran == (set(bits(group.entries)) <= executor.settled)
+        for group in executor.plan.groups:
+            assert group.ran == (set(executor.plan.entries_of(group)) <= executor.settled)
 
 
 @given(cases(), st.sets(st.integers(0, 4)))
@@ -202,7 +221,7 @@ def test_dropped_entries_contribute_nothing(case: Case, dropped: set[int]) -> No
     executor.check_order()
     live = set(case.order) - dropped
     assert {e: v for e, v in executor.results.items() if v} == dict(paths(case, live))
-    assert all(group.ran for group in executor.plan.groups.values())
+    assert all(group.ran for group in executor.plan.groups)
 
 
 @given(cases(), st.integers(0, 5))
@@ -211,8 +230,8 @@ def test_a_plan_waits_if_a_reached_group_misses_an_entry(case: Case, count: int)
     here = set(case.order[:count])
     for entry in case.order[:count]:
         executor.arrive(entry)
-    inner = [mask for node, mask in executor.masks.items() if node not in case.graph.leaves]
-    expected = {i for mask in inner if set(bits(mask)) & here for i in set(bits(mask)) - here}
+    inner = [set(by) for node, by in executor.sets.items() if node not in case.graph.leaves]
+    expected = {i for by in inner if by & here for i in by - here}
     assert executor.plan.waits() == bool(expected)
 
 
@@ -264,12 +283,13 @@ def test_ends_that_wait_together_are_of_one_group() -> None:
         Graph(following, frozenset(), frozenset({2, 3}), joint_sinks=frozenset({2, 3})), [[(0, 0)], [(1, 0)]]
     )
     (first,) = plan.arrive(0)
-    assert (first.entries, list(first.outgoing)) == (0b01, [(2, 0)])
+    assert (plan.entries_of(first), list(first.outgoing)) == ([0], [(2, 0)])
     assert plan.finished(first) == []
     assert plan.waits()
     (second,) = plan.arrive(1)
     (last,) = plan.finished(second)
-    assert (last.entries, sorted(last.sinks), sorted(last.incoming)) == (0b11, [2, 3], [(2, 0), (3, 0)])
+    assert (plan.entries_of(last), sorted(last.sinks)) == ([0, 1], [2, 3])
+    assert sorted(last.incoming) == [(2, 0), (3, 0)]
 
 
 def test_describe_names_missing_entries() -> None:
@@ -291,4 +311,65 @@ def test_a_long_chain_with_many_entries_is_planned_without_recursion(rng: random
         ready += plan.arrive(entry)
     while ready:
         ready += plan.finished(ready.pop())
-    assert all(group.ran for group in plan.groups.values())
+    assert all(group.ran for group in plan.groups)
+
+
+def recurrence(size: int) -> tuple[Graph, list[list[Edge]]]:
+    """States 0 to ``size`` - 1, each of which leads to the one before it and to a leaf; all are entries."""
+    graph = Graph(
+        {i: [(i - 1, 0), (-1, 0)] if i else [(-1, 0)] for i in range(size)}, frozenset({-1}), frozenset()
+    )
+    return graph, [[(i, 0)] for i in range(size)]
+
+
+def lines_run(action: Callable[[], object]) -> int:
+    """How many lines of Python ``action`` runs."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_planning_and_running_a_recurrence_takes_linear_time() -> None:
+    def run(size: int) -> None:
+        plan = Plan(*recurrence(size))
+        ready: list[Group] = []
+        for entry in range(size):
+            ready += plan.arrive(entry)
+        order = []
+        while ready:
+            order += ready
+            ready = plan.finished(ready.pop())
+        assert [group.starts for group in order] == [[i] for i in reversed(range(size))]
+        assert all(group.reenters for group in order[:-1])
+
+    small, large = lines_run(lambda: run(200)), lines_run(lambda: run(1600))
+    assert large < 16 * small
+
+
+@given(st.integers(1, 40), st.lists(st.lists(st.integers(0, 1 << 20), max_size=6), max_size=6))
+def test_equal_sets_of_entries_are_one_however_they_were_made(size: int, drawn: list[list[int]]) -> None:
+    sets = EntrySets(size)
+    made: dict[frozenset[int], entry_sets.EntrySet] = {}
+    for numbers in [[], *drawn]:
+        wanted = [number % size for number in numbers]
+        for order in (wanted, wanted[::-1]):
+            found: entry_sets.EntrySet = 0
+            for number in order:
+                found = sets.union(found, sets.of(number))
+            assert list(sets.entries(found)) == sorted(set(wanted))
+            assert made.setdefault(frozenset(wanted), found) == found
+    for a, b in zip(made, list(made)[1:], strict=False):
+        union = sets.union(made[a], made[b])
+        assert set(sets.entries(union)) == a | b
+        assert (union == made[a]) == (b <= a)

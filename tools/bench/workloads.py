@@ -23,6 +23,9 @@ Work = Callable[[], object]
 
 FLOOD = 1000
 FAN_OUT = 64
+STATES, STATE_WIDTH = 8000, 8
+"""Of a recurrence."""
+
 BRANCH_STEPS, BRANCH_SIDE = 20, 256
 """A heavy branch: so many products of square matrices."""
 OTHER = "worker1"
@@ -176,6 +179,22 @@ def _fan_out(side: Side) -> Work:
     return backward
 
 
+def _recurrence(side: Side) -> Work:
+    w = (torch.rand(STATE_WIDTH, STATE_WIDTH) / STATE_WIDTH).requires_grad_()
+    xs = torch.rand(STATES, STATE_WIDTH)
+
+    def backward() -> float:
+        with side.autograd.context() as context_id:
+            h, asked = torch.zeros(STATE_WIDTH), []
+            for x in xs:
+                h = torch.tanh(w @ h + x)
+                asked.append(side.rpc.rpc_async(OTHER, product, args=(h, x)))
+            loss = torch.stack([answer.wait() for answer in asked]).sum()
+            return seconds_of(lambda: side.autograd.backward(context_id, [loss]))
+
+    return backward
+
+
 def _branches(count: int) -> Callable[[Side], Work]:
     def prepare(side: Side) -> Work:
         xs = [(torch.rand(BRANCH_SIDE, BRANCH_SIDE) / BRANCH_SIDE).requires_grad_() for _ in range(count)]
@@ -229,6 +248,7 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("autograd_pair", "forward and backward through one call", _pair),
     Workload("autograd_chain", "forward and backward through ten calls", _chain),
     Workload("fan_out", f"backward alone, through {FAN_OUT} calls of one context", _fan_out),
+    Workload("recurrence", f"backward alone, through {STATES} states, each sent in a call", _recurrence),
     Workload("branches_1", "backward alone, of one heavy branch on the other worker", _branches(1)),
     Workload("branches_2", "backward alone, of two independent ones: as long, with two cores", _branches(2)),
     Workload("train_step", "two remote layers of width 512, backward and SGD", _train_step),

@@ -11,39 +11,50 @@ small messages, and another one if that leads to workers that have not reported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from zmqgrad.autograd.graph.plan import bits
 from zmqgrad.wire.messages import ReachabilityReport
 
 
-@dataclass(slots=True)
-class _Group:
-    mask: int
-    recvs: tuple[tuple[int, int], ...]
-    reached: bool = False
-
-
 class _ReportedWorker:
-    """A worker that has reported."""
+    """A worker that has reported. Groups are given by their indices."""
 
     def __init__(self, reach: ReachabilityReport) -> None:
         self.sends = reach.sends
-        self.bit_of = {send[0]: 2 << i for i, send in enumerate(reach.sends)}
-        self.live = int.from_bytes(reach.arrived, "little")
-        self.groups = [_Group(int.from_bytes(mask, "little"), recvs) for mask, recvs in reach.groups]
-        self.of_entry: dict[int, list[_Group]] = {}
-        for group in self.groups:
-            for entry in bits(group.mask):
-                self.of_entry.setdefault(entry, []).append(group)
+        self.entry_of = {send[0]: i for i, send in enumerate(reach.sends, 1)}
+        arrived = int.from_bytes(reach.arrived, "little")
+        self.live = {i for i in range(len(reach.sends) + 1) if arrived >> i & 1}
+        self.groups = reach.groups
+        self.reached: set[int] = set()
+        self.starting_in: dict[int, list[int]] = {}
+        for i, group in enumerate(reach.groups):
+            for entry in group.starts:
+                self.starting_in.setdefault(entry, []).append(i)
 
-    def missing(self) -> int:
-        """Return the entries that will never arrive and that a reached group waits for."""
-        held = 0
-        for group in self.groups:
-            if group.mask & self.live:
-                held |= group.mask
-        return held & ~self.live
+    def reach(self, groups: Iterable[int]) -> list[tuple[int, int]]:
+        """Mark ``groups`` and those behind them as reached. Returns the recvs that this reaches first."""
+        found: list[tuple[int, int]] = []
+        todo = list(groups)
+        while todo:
+            index = todo.pop()
+            if index not in self.reached:
+                self.reached.add(index)
+                found += self.groups[index].recvs
+                todo += self.groups[index].dependents
+        return found
+
+    def missing(self) -> list[int]:
+        """Return the entries, in order, that will never arrive and that a reached group waits for."""
+        sources: dict[int, list[int]] = {}
+        for i, group in enumerate(self.groups):
+            for dependent in group.dependents:
+                sources.setdefault(dependent, []).append(i)
+        waited_for, todo = set(self.reached), list(self.reached)
+        while todo:
+            fresh = [i for i in sources.get(todo.pop(), ()) if i not in waited_for]
+            waited_for.update(fresh)
+            todo += fresh
+        return sorted({entry for i in waited_for for entry in self.groups[i].starts} - self.live)
 
 
 class Discovery:
@@ -63,6 +74,7 @@ class Discovery:
         known = self._known[reach.worker] = _ReportedWorker(reach)
         self._unknown.discard(reach.worker)
         todo = [(send, reach.worker) for send in self._early.pop(reach.worker, ())]
+        todo += known.reach([i for i, group in enumerate(known.groups) if group.reached])
         todo += self._enter(known, known.live)
         while todo:
             send, worker = todo.pop()
@@ -73,27 +85,21 @@ class Discovery:
                 self._early.setdefault(worker, set()).add(send)
 
     def _arrive(self, known: _ReportedWorker, send: int) -> list[tuple[int, int]]:
-        bit = known.bit_of.get(send, 0)
-        if known.live & bit:
+        entry = known.entry_of.get(send)
+        if entry is None or entry in known.live:
             return []
-        known.live |= bit
-        return self._enter(known, bit)
+        known.live.add(entry)
+        return self._enter(known, (entry,))
 
-    def _enter(self, known: _ReportedWorker, entries: int) -> list[tuple[int, int]]:
+    def _enter(self, known: _ReportedWorker, entries: Iterable[int]) -> list[tuple[int, int]]:
         """Return the recvs that ``entries`` lead to and that were not found before."""
-        found: list[tuple[int, int]] = []
-        for entry in bits(entries):
-            for group in known.of_entry.get(entry, ()):
-                if not group.reached:
-                    group.reached = True
-                    found += group.recvs
-        return found
+        return known.reach(i for entry in entries for i in known.starting_in.get(entry, ()))
 
     def never(self) -> dict[int, list[tuple[int, int, str]]]:
         """Return for each worker its sends whose gradients will never arrive, as it reported them."""
         found: dict[int, list[tuple[int, int, str]]] = {}
         for worker, known in self._known.items():
-            missing = known.missing() >> 1
+            missing = [known.sends[entry - 1] for entry in known.missing() if entry]
             if missing:
-                found[worker] = [send for i, send in enumerate(known.sends) if missing >> i & 1]
+                found[worker] = missing
         return found

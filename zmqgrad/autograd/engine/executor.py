@@ -42,7 +42,7 @@ from zmqgrad.autograd.graph.node import (
     release_saved_tensors,
     shared,
 )
-from zmqgrad.autograd.graph.plan import Edge, Group, Plan, bits
+from zmqgrad.autograd.graph.plan import Edge, Group, Plan
 from zmqgrad.autograd.graph.recomputation import recomputes
 from zmqgrad.autograd.graph.sums import OF_ENTRIES, OF_GROUPS, OrderedSum, Place, added
 from zmqgrad.autograd.graph.undefined import UNDEFINED, reached, zero_placeholders
@@ -61,7 +61,7 @@ from zmqgrad.autograd.torch_internals import (
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
-from zmqgrad.wire.messages import ReachabilityReport, StallReport
+from zmqgrad.wire.messages import GroupReport, ReachabilityReport, StallReport
 
 Result = tuple[Edge, Gradient, bool]
 """The gradient at an outgoing edge, and whether anything else holds a reference to it."""
@@ -277,7 +277,7 @@ class LocalPass:
 
         One engine call runs groups that lead to recvs only. Those that lead to the same leaf run one by one:
         their sum must not depend on which of them were ready. So do groups with dependents, as the engine
-        might not stop at a cut edge (:meth:`Plan.reenters`).
+        might not stop at a cut edge (:attr:`Group.reenters`).
         """
         with as_graph_task(self._task):
             while ready and not self.abandoned:
@@ -368,7 +368,7 @@ class LocalPass:
                 own = {edge: gradients[edge] for edge in group.incoming if edge in gradients}
                 results += self._node_by_node(group, own)
             return results
-        if groups[0].dependents and (self._hooks or self._plan.reenters(groups[0])):
+        if groups[0].dependents and (self._hooks or groups[0].reenters):
             return self._node_by_node(groups[0], gradients)
         outgoing: Collection[Edge] = groups[0].outgoing
         if len(groups) > 1:
@@ -496,38 +496,48 @@ class LocalPass:
             waits, has_callbacks = self._plan.waits(), self._task.has_callbacks()
             return StallReport(self._worker, self._version, waits, has_callbacks)
 
-    def _state(self) -> tuple[int, list[tuple[int, list[RecvMetadata], bool]]]:
-        """Return the arrived entries; and for each group its entries, its recvs, and whether it has run."""
-        with self._lock:
-            arrived, groups = self._plan.arrived, [(g, g.ran) for g in self._plan.groups.values()]
-        recvs = self._recvs
-        return arrived, [(g.entries, [recvs[n] for n in g.sinks if n in recvs], ran) for g, ran in groups]
+    def _recvs_of(self, group: Group) -> tuple[tuple[int, int], ...]:
+        """Return the recvs of ``group``: the autograd id and the worker of each."""
+        recvs = [self._recvs[node] for node in group.sinks if node in self._recvs]
+        return tuple([(recv.autograd_id, recv.peer) for recv in recvs])
 
     def reach(self, starts_here: bool) -> ReachabilityReport:
         """Report which entries lead to which recvs. ``starts_here``: this worker has the roots."""
-        arrived, groups = self._state()
-        size = len(self._sends) // 8 + 1
+        plan = self._plan
+        with self._lock:
+            arrived = plan.arrived | ({0} if starts_here else set())
+            left = [(group, group.reached) for group in plan.groups if not group.ran]
+        index = {group: i for i, (group, _) in enumerate(left)}
+        mask = bytearray(len(self._sends) // 8 + 1)
+        for entry in arrived:
+            mask[entry // 8] |= 1 << entry % 8
         return ReachabilityReport(
             self._worker,
             tuple((send.autograd_id, send.peer, send.describe()) for send in self._sends),
-            (arrived | starts_here).to_bytes(size, "little"),
+            bytes(mask),
             tuple(
-                (entries.to_bytes(size, "little"), tuple((r.autograd_id, r.peer) for r in recvs))
-                for entries, recvs, ran in groups
-                if not ran and (recvs or entries & (entries - 1))  # else nothing depends on it
+                GroupReport(
+                    tuple(group.starts),
+                    tuple([index[dependent] for dependent in group.dependents]),
+                    self._recvs_of(group),
+                    reached,
+                )
+                for group, reached in left
             ),
         )
 
     def snapshot(self, name: str) -> PassSnapshot:
         """Return the state of this pass; ``name`` is the worker's."""
-        arrived, groups = self._state()
+        plan = self._plan
+        with self._lock:
+            arrived, groups = set(plan.arrived), [(group, group.ran) for group in plan.groups]
         sends = [(send.autograd_id, send.peer, send.describe()) for send in self._sends]
         snapshots = []
-        for entries, recvs, ran in groups:
-            entered = [0 if not i else sends[i - 1][0] for i in bits(entries)]
-            snapshots.append(GroupSnapshot(entered, [(r.autograd_id, r.peer) for r in recvs], ran))
-        got = [send for i, (send, _, _) in enumerate(sends) if arrived >> (i + 1) & 1]
-        return PassSnapshot(self._worker, name, sends, got, bool(arrived & 1), snapshots, self.describe())
+        for group, ran in groups:
+            entered = [0 if not i else sends[i - 1][0] for i in plan.entries_of(group)]
+            snapshots.append(GroupSnapshot(entered, list(self._recvs_of(group)), ran))
+        got = [send for i, (send, _, _) in enumerate(sends, 1) if i in arrived]
+        return PassSnapshot(self._worker, name, sends, got, 0 in arrived, snapshots, self.describe())
 
     def describe(self) -> str:
         """Return the state of all entries and groups as text."""

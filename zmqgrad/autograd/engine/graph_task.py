@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.autograd.graph import GradientEdge
@@ -41,18 +41,18 @@ class PassTask:
     def reaches(self, node: Any) -> tuple[bool, bool]:
         """Return whether ``node`` may get a gradient in the pass, and whether that is certain by now."""
         arrived, dropped = self._plan.arrived, self._plan.dropped
-        known = self._known
-        if known is None or known[:2] != (arrived, dropped):
-            known = self._known = arrived, dropped, self._reached(arrived), self._reached(~dropped)
+        known, now = self._known, (len(arrived), len(dropped))  # both only grow
+        if known is None or known[:2] != now:
+            possible = [entry for entry in range(len(self._starts)) if entry not in dropped]
+            known = self._known = (*now, self._reached(arrived.copy()), self._reached(possible))
         return node in known[3], node in known[2]
 
-    def _reached(self, entries: int) -> set[Any]:
-        """Return the nodes that ``entries``, a bit mask, lead to, with leaves and recvs."""
+    def _reached(self, entries: Iterable[int]) -> set[Any]:
+        """Return the nodes that ``entries`` lead to, with leaves and recvs."""
         todo: list[Any] = [
             start.node
-            for entry, starts in enumerate(self._starts)
-            if entries >> entry & 1
-            for start in starts
+            for entry in entries
+            for start in self._starts[entry]
             if isinstance(start, GradientEdge)
         ]
         found: set[Any] = set()

@@ -1,8 +1,9 @@
 """Evaluation of a single node of the autograd graph on torch's engine.
 
-Used where the engine cannot stop at the edges it should (:meth:`~zmqgrad.autograd.graph.plan.Plan.reenters`),
-or would run hooks on partial sums (:mod:`~zmqgrad.autograd.graph.hooks`); and in anomaly mode, which asks for
-the node that fails. All that the engine does around a
+Used where the engine cannot stop at the edges it should
+(:attr:`~zmqgrad.autograd.graph.plan.Group.reenters`), or would run hooks on partial sums
+(:mod:`~zmqgrad.autograd.graph.hooks`); and in anomaly mode, which asks for the node that fails. All that the
+engine does around a
 node happens: hooks of its tensors and of the node, checks, and sums and casts to the shape and type that the
 next node expects. An internal hook, the last to run, stops the engine by an exception; so the engine does
 not free what the node has saved, and :func:`release_saved_tensors` does.

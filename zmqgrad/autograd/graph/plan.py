@@ -2,8 +2,10 @@
 
 A local graph has several *entries*: the roots, and each send once its gradient has arrived. Every node must
 run once, on the sum of all gradients that flow into it, so it waits for exactly the entries that reach it.
-Nodes that the same set of entries reaches (a bit mask) form a *group*. A group may run when its entries have
-arrived and the groups that feed it have run. Masks grow along edges, so the dependencies have no cycle.
+Nodes that the same set of entries reaches form a *group*. A group may run when the entries that *start* in it
+have arrived and the groups that feed it have run: those have waited for its other entries. Sets grow along
+edges, so the dependencies have no cycle. All work is (nearly) linear in the size of the graph, however many
+entries there are.
 
 An edge is ``(node, input number)``. A group consumes gradients at its ``incoming`` edges and produces them
 at its ``outgoing`` edges. Outgoing edges lead to *leaves* (every group adds to them directly), to *sinks*
@@ -14,9 +16,12 @@ when that group has run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from zmqgrad.autograd.graph.entry_sets import EntrySet, EntrySets
 
 Node = Any
 """Any hashable object: a node of torch's graph; in tests, a number."""
@@ -41,41 +46,50 @@ class Graph:
     joint_sinks: Collection[Node] = ()
 
 
+SEARCH_STEPS, SEARCH_STEPS_PER_EDGE = 1000, 8
+"""How long all searches for groups that re-enter may take together (:attr:`Group.reenters`)."""
+
+
 @dataclass(slots=True, eq=False)
 class Group:
-    """Nodes that the same entries reach. Bit *i* of ``entries`` is set for entry *i*.
+    """Nodes that the same entries reach.
 
     Dictionaries without values are ordered sets. ``outgoing`` numbers the groups that lead to the same edge.
     """
 
-    entries: int
+    entries: EntrySet
+    starts: list[int] = field(default_factory=list)
+    """The entries that start in this group, and not only in one before it."""
     incoming: dict[Edge, None] = field(default_factory=dict)
     outgoing: dict[Edge, int] = field(default_factory=dict)
     sinks: list[Node] = field(default_factory=list)
     dependents: dict[Group, None] = field(default_factory=dict)
     gradients: dict[Edge, Any] = field(default_factory=dict)
     """Sums of the gradients that have reached the incoming edges so far."""
+    sources: int = 0
+    """How many groups feed this one."""
+    pending_starts: int = 0
+    """Entries of ``starts`` that have neither arrived nor been dropped."""
     pending_groups: int = 0
     """Groups that feed this one and have not run."""
-    pending_entries: int = 0
-    """Entries that have neither arrived nor been dropped."""
+    unsettled: int = 0
+    """As the two above, but a group counts only as long as it misses an entry itself."""
     reached: bool = False
     """Whether any entry has arrived."""
     accumulates: bool = False
     """Whether any edge leads to a leaf that other groups may lead to as well."""
+    reenters: bool = False
+    """Whether one outgoing edge may lead to the node of another.
+
+    Torch's engine stops at the edges that it has to return gradients for, except where such a node
+    leads to another of these edges: it would run that node too early, on a partial sum. For example,
+    ``x = w * w`` is sent away and also added to ``w`` locally: from the sum one reaches ``w``, and
+    ``x``, through which one reaches ``w`` again.
+    """
     ran: bool = False
 
     def __repr__(self) -> str:
-        entries = ",".join(map(str, bits(self.entries)))
-        return f"<Group {{{entries}}} in={list(self.incoming)} out={list(self.outgoing)}>"
-
-
-def bits(mask: int) -> Iterable[int]:
-    """Yield the numbers of the set bits, lowest first."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+        return f"<Group of {self.starts} in={list(self.incoming)} out={list(self.outgoing)}>"
 
 
 class Plan:
@@ -86,59 +100,75 @@ class Plan:
     """
 
     def __init__(self, graph: Graph, entries: Sequence[Sequence[Edge]]) -> None:
-        self.arrived = 0
-        self.dropped = 0
-        self.groups: dict[int, Group] = {}
+        self.arrived: set[int] = set()
+        self.dropped: set[int] = set()
         self.sinks = graph.sinks
         self._graph = graph
         self._entries = entries
-        self._masks = _reaching_entries(graph, entries)
-        # A context may have thousands of entries, so each knows its groups.
-        self._groups_of_entry: dict[int, list[Group]] = {}
+        self._sets = EntrySets(len(entries))
+        self._reached_by = _reaching_entries(graph, entries, self._sets)
+        self._groups: dict[EntrySet, Group] = {}
+        self._starting_in: list[list[Group]] = []  # for each entry, the groups that it starts in
         self._build_groups()
         self.sources: dict[Edge, int] = {}
         """How many groups lead to an edge, if there are several groups."""
-        if len(self.groups) > 1:
+        if len(self._groups) > 1:
             self._number_sources()
+            self._find_reentries()
         self._waiting_groups = 0  # groups that have been reached and miss entries
 
+    @property
+    def groups(self) -> Collection[Group]:
+        """All groups."""
+        return self._groups.values()
+
     def _build_groups(self) -> None:
-        graph, masks, groups, new_group = self._graph, self._masks, self.groups, self._new_group
+        graph, reached_by, groups = self._graph, self._reached_by, self._groups
+        new_group, starting_in = self._new_group, self._starting_in
         for number, edges in enumerate(self._entries):
+            starting: dict[Group, None] = {}
             for edge in edges:
-                entered = masks.get(edge[0], 1 << number)
+                entered = reached_by.get(edge[0]) or self._sets.of(number)  # leaves have none
                 group = groups.get(entered) or new_group(entered)
                 group.incoming[edge] = None
                 if edge[0] in graph.sinks or edge[0] in graph.leaves:
                     group.outgoing[edge] = 0
+                starting[group] = None
+            starting_in.append(list(starting))
+            for group in starting:
+                group.starts.append(number)
+                group.pending_starts += 1
         for node, leaving in graph.following.items():
-            mask = masks.get(node)
-            if not mask:
+            entries = reached_by.get(node)
+            if not entries:
                 continue
-            group = groups.get(mask) or new_group(mask)
+            group = groups.get(entries) or new_group(entries)
             for edge in leaving:
                 target = edge[0]
-                target_mask = masks.get(target)  # leaves have none
-                if target_mask == mask and target not in graph.sinks:
+                onward = reached_by.get(target)
+                if onward == entries and target not in graph.sinks:
                     continue  # within the group
                 group.outgoing[edge] = 0
-                if target_mask is None or target_mask == mask:
+                if onward is None or onward == entries:
                     continue
-                next_group = groups.get(target_mask) or new_group(target_mask)
+                next_group = groups.get(onward) or new_group(onward)
                 next_group.incoming[edge] = None
                 if next_group not in group.dependents:
                     group.dependents[next_group] = None
-                    next_group.pending_groups += 1
+                    next_group.sources += 1
                 if target in graph.sinks:
                     next_group.outgoing[edge] = 0
         for sink in graph.sinks:
-            if sink in masks:
-                (groups.get(masks[sink]) or new_group(masks[sink])).sinks.append(sink)
+            if sink in reached_by:
+                (groups.get(reached_by[sink]) or new_group(reached_by[sink])).sinks.append(sink)
+        for group in groups.values():
+            group.pending_groups = group.sources
+            group.unsettled = group.pending_starts + group.sources
 
     def _number_sources(self) -> None:
         """Number the groups that lead to the same edge: in this order their gradients are added."""
         leaves, sources = self._graph.leaves, self.sources
-        for _, group in sorted(self.groups.items()):
+        for group in self.groups:
             outgoing = group.outgoing
             for edge in outgoing:
                 outgoing[edge] = number = sources.get(edge, 0)
@@ -146,12 +176,42 @@ class Plan:
                 if edge[0] in leaves:
                     group.accumulates = True
 
-    def _new_group(self, mask: int) -> Group:
-        group = self.groups[mask] = Group(mask)
-        for entry in bits(mask):
-            self._groups_of_entry.setdefault(entry, []).append(group)
-            group.pending_entries += 1
+    def _new_group(self, entries: EntrySet) -> Group:
+        group = self._groups[entries] = Group(entries)
         return group
+
+    def _find_reentries(self) -> None:
+        """Set :attr:`Group.reenters` of all groups.
+
+        If the searches take too long, groups without an answer count as re-entering, which is slower to
+        run, but right.
+        """
+        following, reached_by = self._graph.following, self._reached_by
+        fed_by: dict[Node, EntrySet | None] = {}  # the group before a node; None if there are several
+        edges = 0
+        for node, leaving in following.items():
+            group = reached_by.get(node)
+            edges += len(leaving)
+            for target, _ in leaving if group is not None else ():
+                if fed_by.setdefault(target, group) != group:
+                    fed_by[target] = None
+        steps = SEARCH_STEPS + SEARCH_STEPS_PER_EDGE * edges
+        for each in self.groups:
+            if not each.dependents:
+                continue
+            # What lies behind its targets is of other groups, so it can be entered again only from these.
+            again = {node for node, _ in each.outgoing if fed_by.get(node, each.entries) != each.entries}
+            seen: set[Node] = set()
+            todo = deque({node: None for node, _ in each.outgoing} if again else ())
+            while todo and not each.reenters:
+                for target, _ in following.get(todo.popleft(), ()):
+                    steps -= 1
+                    if target in again or steps < 0:
+                        each.reenters = True
+                        break
+                    if target not in seen:
+                        seen.add(target)
+                        todo.append(target)
 
     def arrive(self, entry: int) -> list[Group]:
         """Record that the gradient of ``entry`` has arrived.
@@ -162,16 +222,16 @@ class Plan:
         Raises:
             ValueError: if it has arrived before, or has been dropped.
         """
-        if (self.arrived | self.dropped) >> entry & 1:
+        if entry in self.arrived or entry in self.dropped:
             raise ValueError(f"entry {entry} arrived twice, or after it was dropped")
-        self.arrived |= 1 << entry
+        self.arrived.add(entry)
         return self._settle(entry, True)
 
     def drop(self, entry: int) -> list[Group]:
         """Record that ``entry`` will never arrive. Returns the groups that may run now."""
-        if (self.arrived | self.dropped) >> entry & 1:
+        if entry in self.arrived or entry in self.dropped:
             return []
-        self.dropped |= 1 << entry
+        self.dropped.add(entry)
         return self._settle(entry, False)
 
     def finished(self, group: Group) -> list[Group]:
@@ -180,13 +240,17 @@ class Plan:
         ready = []
         for dependent in group.dependents:
             dependent.pending_groups -= 1
-            if not dependent.pending_groups and not dependent.pending_entries:
+            if not dependent.pending_groups and not dependent.pending_starts:
                 ready.append(dependent)
         return ready
 
     def group_of(self, node: Node) -> Group:
         """Return the group of a sink, or of a node in the graph that an entry reaches."""
-        return self.groups[self._masks[node]]
+        return self._groups[self._reached_by[node]]
+
+    def entries_of(self, group: Group) -> list[int]:
+        """Return all entries that reach ``group``, in order. They may be many: do not ask for each group."""
+        return list(self._sets.entries(group.entries))
 
     def belongs_to(self, node: Node, group: Group) -> bool:
         """Whether ``group`` runs ``node``, which one of its nodes leads to. False for leaves and sinks.
@@ -196,84 +260,86 @@ class Plan:
         graph = self._graph
         if node in graph.leaves or node in graph.sinks:
             return False
-        return self._masks.get(node, group.entries) == group.entries
-
-    def reenters(self, group: Group) -> bool:
-        """Whether one outgoing edge of ``group`` leads to the node of another.
-
-        Torch's engine stops at the edges that it has to return gradients for, except where such a node
-        leads to another of these edges: it would run that node too early, on a partial sum. For example,
-        ``x = w * w`` is sent away and also added to ``w`` locally: from the sum one reaches ``w``, and
-        ``x``, through which one reaches ``w`` again.
-        """
-        following = self._graph.following
-        targets = {node for node, _ in group.outgoing}
-        seen: set[Node] = set()
-        stack = [node for target in targets for node, _ in following.get(target, ())]
-        while stack:
-            node = stack.pop()
-            if node in targets:
-                return True
-            if node not in seen:
-                seen.add(node)
-                stack += [next_node for next_node, _ in following.get(node, ())]
-        return False
+        return self._reached_by.get(node, group.entries) == group.entries
 
     def _settle(self, entry: int, arrived: bool) -> list[Group]:
         """Stop waiting for ``entry``. Returns the groups that may run now."""
         ready = []
-        for group in self._groups_of_entry.get(entry, ()):
-            self._waiting_groups -= group.reached and group.pending_entries > 0
-            group.pending_entries -= 1
-            group.reached |= arrived
-            self._waiting_groups += group.reached and group.pending_entries > 0
-            if not group.pending_entries and not group.pending_groups:
+        for group in self._starting_in[entry]:
+            group.pending_starts -= 1
+            if not group.pending_starts and not group.pending_groups:
                 ready.append(group)
+            if arrived:
+                self._mark_reached(group)
+            self._mark_settled(group)
         return ready
+
+    def _mark_reached(self, group: Group) -> None:
+        """Note that an entry of ``group``, and so of all groups behind it, has arrived."""
+        todo = [group]
+        while todo:
+            group = todo.pop()
+            if not group.reached:
+                group.reached = True
+                self._waiting_groups += group.unsettled > 0
+                todo += group.dependents
+
+    def _mark_settled(self, group: Group) -> None:
+        """Note that ``group`` misses one entry less, and if it was the last, the groups behind it do, too."""
+        todo = [group]
+        while todo:
+            group = todo.pop()
+            group.unsettled -= 1
+            if not group.unsettled:
+                self._waiting_groups -= group.reached
+                todo += group.dependents
 
     def waits(self) -> bool:
         """Whether a group that some entry has reached waits for another entry."""
         return self._waiting_groups > 0
 
     def is_dead(self, group: Group) -> bool:
-        """Whether every entry of ``group`` has been dropped."""
-        return not group.entries & ~self.dropped
+        """Whether every entry of ``group``, which may run, has been dropped."""
+        return not group.reached
 
     def describe(self, name: Callable[[int], str] = str) -> str:
         """Return the state of all entries and groups as text; ``name`` names an entry."""
-        settled = self.arrived | self.dropped
         used = [i for i, edges in enumerate(self._entries) if edges]  # only one worker has the roots
-        lines = [f"{len(used)} entries, {len(self.groups)} groups"]
+        lines = [f"{len(used)} entries, {len(self._groups)} groups"]
         for i in used:
-            state = "dropped" if self.dropped >> i & 1 else "arrived" if self.arrived >> i & 1 else "expected"
+            state = "dropped" if i in self.dropped else "arrived" if i in self.arrived else "expected"
             lines.append(f"  entry {name(i)}: {state}")
-        for group in self.groups.values():
-            waits = ", ".join(name(i) for i in bits(group.entries & ~settled))
+        for group in self.groups:
+            entries = self.entries_of(group)
+            waits = ", ".join(name(i) for i in entries if i not in self.arrived and i not in self.dropped)
             state = "ran" if group.ran else f"waits for {waits}" if waits else "ready"
-            of = ", ".join(name(i) for i in bits(group.entries))
+            of = ", ".join(map(name, entries))
             lines.append(f"  group {{{of}}}: {state}; {len(group.incoming)} in, {len(group.outgoing)} out")
         return "\n".join(lines)
 
 
-def _reaching_entries(graph: Graph, entries: Sequence[Sequence[Edge]]) -> dict[Node, int]:
-    """Return the mask of the entries that reach each node. Leaves have none: they belong to no group."""
-    masks: dict[Node, int] = {}
-    leaves = graph.leaves
+def _reaching_entries(
+    graph: Graph, entries: Sequence[Sequence[Edge]], sets: EntrySets
+) -> dict[Node, EntrySet]:
+    """Return the set of the entries that reach each node. Leaves have none: they belong to no group."""
+    reached_by: dict[Node, EntrySet] = {}
+    leaves, union = graph.leaves, sets.union
     for number, edges in enumerate(entries):
+        alone = sets.of(number) if edges else 0
         for node, _ in edges:
             if node not in leaves:
-                masks[node] = masks.get(node, 0) | 1 << number
+                reached_by[node] = union(reached_by.get(node, 0), alone)
     for node in _topological_order(graph, entries):
-        mask = masks[node]
+        passed_on = reached_by[node]
         for target, _ in graph.following.get(node, ()):
             if target not in leaves:
-                masks[target] = masks.get(target, 0) | mask
-    joint = masks.keys() & graph.joint_sinks
-    union = 0
+                reached_by[target] = union(reached_by.get(target, 0), passed_on)
+    joint = reached_by.keys() & graph.joint_sinks
+    together: EntrySet = 0
     for sink in joint:
-        union |= masks[sink]
-    masks.update(dict.fromkeys(joint, union))
-    return masks
+        together = union(together, reached_by[sink])
+    reached_by.update(dict.fromkeys(joint, together))
+    return reached_by
 
 
 def _topological_order(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[Node]:

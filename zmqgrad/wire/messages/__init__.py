@@ -111,6 +111,7 @@ from zmqgrad.wire.messages.autograd import (
     DropAutogradReq,
     ForwardAutogradReq,
     ForwardAutogradResp,
+    GroupReport,
     ProgressReport,
     ReachabilityReport,
     StallReport,

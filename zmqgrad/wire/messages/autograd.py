@@ -116,21 +116,34 @@ class BackwardAutogradResp(Message, frozen=True):
     handled: ProgressReport
 
 
+Indices = Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)]
+
+
+class GroupReport(WireStruct, frozen=True):
+    """Nodes that may run together, and what they wait for (a part of a :class:`ReachabilityReport`).
+
+    ``starts`` lists the entries that start here: 0 for the roots of the pass, i + 1 for send i.
+    ``dependents`` lists the groups behind this one by their indices, and ``recvs`` the (autograd id, worker)
+    of the recvs that it leads to. ``reached``: an entry of it has arrived.
+    """
+
+    starts: Indices
+    dependents: Indices
+    recvs: Annotated[tuple[tuple[Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)]
+    reached: bool
+
+
 class ReachabilityReport(WireStruct, frozen=True):
     """Which recvs on ``worker`` each of its entries reaches, without those already sent on.
 
-    ``sends`` lists (autograd id, receiving worker, description of the tensors). Masks are little-endian, bit
-    0 for the roots of the pass and bit i + 1 for send i: ``arrived``, and in ``groups`` the mask of each
-    group, with the (autograd id, worker) of its recvs.
+    ``sends`` lists (autograd id, receiving worker, description of the tensors). Bit 0 of ``arrived``
+    (little-endian) is for the roots of the pass, bit i + 1 for send i.
     """
 
     worker: WorkerId
     sends: Annotated[tuple[tuple[Id, WorkerId, Text], ...], Meta(max_length=MAX_TENSORS)]
     arrived: Mask
-    groups: Annotated[
-        tuple[tuple[Mask, Annotated[tuple[tuple[Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)]], ...],
-        Meta(max_length=MAX_TENSORS),
-    ]
+    groups: Annotated[tuple[GroupReport, ...], Meta(max_length=MAX_TENSORS)]
 
 
 class DiscoverAutogradReq(Message, frozen=True):
