@@ -3,9 +3,12 @@
 Used where the engine cannot stop at the edges it should
 (:attr:`~zmqgrad.autograd.graph.plan.Group.reenters`), or would run hooks on partial sums
 (:mod:`~zmqgrad.autograd.graph.hooks`); and in anomaly mode, which asks for the node that fails. All that the
-engine does around a
-node happens: hooks of its tensors and of the node, checks, and sums and casts to the shape and type that the
-next node expects. An internal hook, the last to run, stops the engine by an exception; so the engine does
+engine does around a node happens: hooks of its tensors and of the node, checks, and sums and casts to the
+shape and type that the next node expects.
+
+The engine looks at the whole graph behind a node before it runs it. So a node of torch's own without hooks is
+called directly, and the engine runs only the hooks of its tensors, for which it need not look any further.
+For all other nodes an internal hook, the last to run, stops the engine by an exception; so the engine does
 not free what the node has saved, and :func:`release_saved_tensors` does.
 """
 
@@ -17,14 +20,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
-from zmqgrad.autograd.graph.hooks import internal_hook
+from zmqgrad.autograd.graph.hooks import internal_hook, node_hooks
 from zmqgrad.autograd.graph.plan import Edge
+from zmqgrad.autograd.graph.recomputation import has_saved_tensor_hooks
 from zmqgrad.autograd.graph.undefined import UNDEFINED, zero_placeholders
+from zmqgrad.autograd.graph.validation import fit, matches
 from zmqgrad.autograd.torch_internals import (
     drop_saved_tensors,
     forward_traceback,
+    input_metadata,
     is_python_function,
+    outputs_of,
     run_engine,
 )
 from zmqgrad.errors import AutogradError
@@ -97,7 +105,9 @@ def evaluate_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool =
     if not present or not targets:
         return [None] * len(node.next_functions)
     defined = {(node, i): g for i in present if (g := gradients[i]) is not None and g is not UNDEFINED}
-    if defined:
+    if defined and _may_be_called(node, defined.values(), targets):
+        produced = _call(node, defined)
+    elif defined:
         produced = _evaluate_alone(node, defined, targets, retain_graph)
     elif is_python_function(node):
         with zero_placeholders([(node, i) for i in present]) as placeholders:
@@ -106,6 +116,37 @@ def evaluate_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool =
         produced = [None] * len(node.next_functions)
     followed = [target is not None for target, _ in node.next_functions]
     return [UNDEFINED if g is None and f else g for g, f in zip(produced, followed, strict=True)]
+
+
+def _may_be_called(node: Any, gradients: Iterable[torch.Tensor], targets: Iterable[Edge]) -> bool:
+    """Whether ``node`` is one that nothing but its own code belongs to, on devices without streams."""
+    return not (
+        is_python_function(node)
+        or torch.is_anomaly_enabled()
+        or has_saved_tensor_hooks(node)
+        or any(node_hooks(node))
+    ) and all(each.device.type == "cpu" for each in (*gradients, *[input_metadata(*t) for t in targets]))
+
+
+def _call(node: Any, given: Mapping[Edge, torch.Tensor]) -> list[Gradient]:
+    hooked = dict(zip(given, run_engine(given, given, retain_graph=True), strict=True))
+    with torch.no_grad():
+        returned = node(*[hooked.get((node, i)) for i in range(outputs_of(node))])
+    following = node.next_functions
+    produced: list[Gradient] = list(returned) if isinstance(returned, tuple) else [returned]
+    del returned
+    for i, (target, number) in enumerate(following):
+        gradient = produced[i]
+        if target is None or gradient is None:
+            produced[i] = None
+        elif not matches(gradient, edge := GradientEdge(target, number)):
+            try:
+                produced[i] = fit(gradient, edge)
+            except RuntimeError as e:
+                raise RuntimeError(
+                    f"Function {node.name()} returned an invalid gradient at index {i} - {e}"
+                ) from None
+    return produced
 
 
 def _evaluate_alone(

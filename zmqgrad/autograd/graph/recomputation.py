@@ -22,13 +22,14 @@ def recomputes(nodes: Iterable[Any]) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if _has_saved_tensor_hooks(node):
+        if has_saved_tensor_hooks(node):
             return True
         todo.extend([following for following, _ in node.next_functions])
     return False
 
 
-def _has_saved_tensor_hooks(node: Any) -> bool:
+def has_saved_tensor_hooks(node: Any) -> bool:
+    """Return whether hooks unpack any tensor that ``node`` has saved."""
     for name in _saved_tensors(type(node)):
         try:
             saved = getattr(node, name)
