@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from zmqgrad.autograd.graph.hooks import internal_hook, node_hooks
+from zmqgrad.autograd.graph.hooks import hooks_registered, internal_hook, node_hooks
 from zmqgrad.autograd.graph.plan import Edge
 from zmqgrad.autograd.graph.recomputation import has_saved_tensor_hooks
 from zmqgrad.autograd.graph.undefined import UNDEFINED, zero_placeholders
@@ -30,7 +30,6 @@ from zmqgrad.autograd.graph.validation import fit, matches
 from zmqgrad.autograd.torch_internals import (
     drop_saved_tensors,
     forward_traceback,
-    input_metadata,
     is_python_function,
     outputs_of,
     run_engine,
@@ -99,54 +98,61 @@ def evaluate_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool =
         One for each of ``node.next_functions``: ``UNDEFINED`` where the node produces none; None where
         nothing follows, and everywhere if all ``gradients`` are None.
     """
+    following = node.next_functions
     present = [i for i, g in enumerate(gradients) if g is not None]
     # All of them: a node computes only the gradients that are requested from the engine.
-    targets = dict.fromkeys([edge for edge in node.next_functions if edge[0] is not None])
+    targets = dict.fromkeys([edge for edge in following if edge[0] is not None])
     if not present or not targets:
-        return [None] * len(node.next_functions)
+        return [None] * len(following)
     defined = {(node, i): g for i in present if (g := gradients[i]) is not None and g is not UNDEFINED}
-    if defined and _may_be_called(node, defined.values(), targets):
-        produced = _call(node, defined)
+    produced: Sequence[Gradient]
+    if defined and _may_be_called(node, defined.values()):
+        produced = _call(node, defined, following)
     elif defined:
         produced = _evaluate_alone(node, defined, targets, retain_graph)
     elif is_python_function(node):
         with zero_placeholders([(node, i) for i in present]) as placeholders:
             produced = _evaluate_alone(node, placeholders, targets, retain_graph)
     else:
-        produced = [None] * len(node.next_functions)
-    followed = [target is not None for target, _ in node.next_functions]
-    return [UNDEFINED if g is None and f else g for g, f in zip(produced, followed, strict=True)]
+        produced = [None] * len(following)
+    return [
+        UNDEFINED if g is None and e[0] is not None else g for g, e in zip(produced, following, strict=True)
+    ]
 
 
-def _may_be_called(node: Any, gradients: Iterable[torch.Tensor], targets: Iterable[Edge]) -> bool:
-    """Whether ``node`` is one that nothing but its own code belongs to, on devices without streams."""
+def _may_be_called(node: Any, gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether nothing but the own code of ``node`` has to run, on a device without streams."""
     return not (
         is_python_function(node)
         or torch.is_anomaly_enabled()
         or has_saved_tensor_hooks(node)
-        or any(node_hooks(node))
-    ) and all(each.device.type == "cpu" for each in (*gradients, *[input_metadata(*t) for t in targets]))
+        or (hooks_registered() and any(node_hooks(node)))
+        or any(each.device.type != "cpu" for each in gradients)
+    )
 
 
-def _call(node: Any, given: Mapping[Edge, torch.Tensor]) -> list[Gradient]:
+def _call(node: Any, given: Mapping[Edge, torch.Tensor], following: Sequence[Edge]) -> Sequence[Gradient]:
     hooked = dict(zip(given, run_engine(given, given, retain_graph=True), strict=True))
     with torch.no_grad():
         returned = node(*[hooked.get((node, i)) for i in range(outputs_of(node))])
-    following = node.next_functions
-    produced: list[Gradient] = list(returned) if isinstance(returned, tuple) else [returned]
-    del returned
-    for i, (target, number) in enumerate(following):
-        gradient = produced[i]
-        if target is None or gradient is None:
-            produced[i] = None
-        elif not matches(gradient, edge := GradientEdge(target, number)):
-            try:
-                produced[i] = fit(gradient, edge)
-            except RuntimeError as e:
-                raise RuntimeError(
-                    f"Function {node.name()} returned an invalid gradient at index {i} - {e}"
-                ) from None
-    return produced
+    produced: Sequence[Gradient] = returned if isinstance(returned, tuple) else (returned,)
+    return [
+        _fit(node, i, gradient, edge) if gradient is not None and edge[0] is not None else None
+        for i, (gradient, edge) in enumerate(zip(produced, following, strict=True))
+    ]
+
+
+def _fit(node: Any, index: int, gradient: torch.Tensor, edge: Edge) -> torch.Tensor:
+    """Return a gradient in the form that the next node expects, like the engine."""
+    target = GradientEdge(*edge)
+    if matches(gradient, target):
+        return gradient
+    try:
+        return fit(gradient, target)
+    except RuntimeError as e:
+        raise RuntimeError(
+            f"Function {node.name()} returned an invalid gradient at index {index} - {e}"
+        ) from None
 
 
 def _evaluate_alone(
