@@ -286,8 +286,33 @@ def test_calls_of_a_context_that_has_ended_meanwhile_leave_nothing(c3: Cluster) 
         going_on.wait(20.0)
     wait_until_known_by(c3)
     may_go_on.set()
-    assert waits.wait().tolist() == [2.0]
+    with pytest.raises(AutogradError, match="ended before the reply of this call arrived"):
+        waits.wait()
     assert known_by(c3) == []
+
+
+@pytest.mark.parametrize("learns", ["in time", "too late"])
+def test_a_reply_after_its_context_is_an_error_if_it_would_have_a_history(c3: Cluster, learns: str) -> None:
+    """The callee learns that the context has ended before or after it replies. As on torch's RPC."""
+    held = (
+        MessageType.FORWARD_AUTOGRAD_REQ if learns == "in time" else MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ
+    )
+    with c3.network.hold(held, target=1):
+        with context() as ctx:
+            waits = rpc.rpc_async(1, double, (leaf(1),))
+            constant = rpc.rpc_async(1, double, (torch.ones(1),))
+            with torch.no_grad():
+                without = rpc.rpc_async(1, double, (leaf(2),))
+        there = autograd_of(c3.workers[1]).contexts
+        if learns == "in time":
+            eventually(lambda: there.get_or_create(ctx), lambda found: found is None)
+        else:
+            eventually(lambda: there.live(), bool)
+    with pytest.raises(AutogradError, match="Wait for the reply inside"):
+        waits.wait()
+    assert constant.wait().tolist() == [2.0]
+    assert without.wait().tolist() == [4.0]
+    wait_until_known_by(c3)
 
 
 def test_a_release_reaches_workers_of_unawaited_no_grad_calls(c3: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -96,6 +97,21 @@ def triple(x: torch.Tensor) -> torch.Tensor:
 def grad_mode_of(x: torch.Tensor) -> Any:
     """Describe what arrived."""
     return torch.is_grad_enabled(), x.requires_grad, x.is_leaf, x.grad_fn is not None
+
+
+going_on = threading.Event()
+
+
+def double_when_told(x: torch.Tensor) -> torch.Tensor:
+    """Multiply, after a call of :func:`go_on`."""
+    going_on.wait(20.0)
+    going_on.clear()
+    return x * 2
+
+
+def go_on() -> None:
+    """Let :func:`double_when_told` continue."""
+    going_on.set()
 
 
 # ---- gradients --------------------------------------------------------------------------------------------
@@ -612,3 +628,34 @@ def after_shutdown() -> Any:
 @scenario(AFTER)
 def a_context_after_shutdown() -> Any:
     return attempt(enter)
+
+
+@scenario()
+def a_reply_that_arrives_after_its_context_has_ended() -> Any:
+    x = leaf(1.0, 2.0)
+    with dist_autograd.context():
+        future = rpc.rpc_async("worker1", double_when_told, args=(x,))
+    rpc.rpc_sync("worker1", go_on)
+    return attempt(future.wait, "Couldn't find autograd context")
+
+
+@scenario()
+def a_constant_that_arrives_after_its_context_has_ended() -> Any:
+    with dist_autograd.context():
+        future = rpc.rpc_async("worker1", double_when_told, args=(torch.ones(2),))
+    rpc.rpc_sync("worker1", go_on)
+    return future.wait()
+
+
+@scenario()
+def a_call_of_another_thread_is_not_recorded() -> Any:
+    x = leaf(1.0, 2.0)
+    results: list[torch.Tensor] = []
+    with dist_autograd.context() as context_id:
+        other = threading.Thread(
+            target=lambda: results.append(rpc.rpc_sync("worker1", scale, args=(x,))), daemon=True
+        )
+        other.start()
+        other.join(20.0)
+        dist_autograd.backward(context_id, [results[0].sum()])
+        return results[0].is_leaf, gradients_of(context_id, x, results[0])

@@ -34,9 +34,9 @@ MAX_ENDED_PASSES = 16
 class Context:
     """One context on one worker."""
 
-    def __init__(self, context_id: int) -> None:
+    def __init__(self, context_id: int, released: bool = False) -> None:
         self.id = context_id
-        self.released = False
+        self.released = released
         """Whether the context has ended. Messages still in flight are not recorded any more."""
         self._lock = threading.Lock()  # guards sends, recvs, gradients, open sums and storages
         self._sends: dict[int, Send] = {}
@@ -250,6 +250,12 @@ def active_context() -> Context | None:
     """Return the context that the calling thread records for, unless it has been released."""
     context = _active_context.get()
     return None if context is None or context.released else context
+
+
+def ended_context() -> Context | None:
+    """Return the context of the calling thread if it has been released."""
+    context = _active_context.get()
+    return context if context is not None and context.released else None
 
 
 def check_not_nested() -> None:

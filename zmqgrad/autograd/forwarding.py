@@ -16,6 +16,7 @@ from zmqgrad.autograd.context import (
     Context,
     Contexts,
     active_context,
+    ended_context,
     set_active_context,
     wants_result_grad,
 )
@@ -23,6 +24,7 @@ from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.autograd.send_recv import record_send
+from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import Description, describe
 from zmqgrad.rpc.hooks import Unwrapped
 from zmqgrad.rpc.serialization.deserializer import deserialize_tensors
@@ -96,17 +98,32 @@ class Autograd:
     ) -> Message:
         """Return ``message``, wrapped with the active context if there is one."""
         context = active_context()
-        if context is None or not isinstance(message, _WRAPPED):
+        if not isinstance(message, _WRAPPED):
             return message
+        if context is None:
+            return self._without_context(message, tensors)
         context.add_peer(peer)
         if context.released:  # meanwhile: this peer may not have been notified of the release
-            return message
+            return self._without_context(message, tensors)
         if isinstance(message, _CALLS):
             differentiates = torch.is_grad_enabled()
             autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
             return ForwardAutogradReq(context.id, autograd_id, message, differentiates)
         autograd_id = self._record(context, peer, tensors, what) if wants_result_grad() else 0
         return ForwardAutogradResp(context.id, autograd_id, message)
+
+    def _without_context(
+        self,
+        message: Call | RemoteCall | RRefFetch | Result | RemoteResult | RRefValue,
+        tensors: Sequence[torch.Tensor],
+    ) -> Message:
+        """Return ``message``; a reply whose context has ended says so, as it has lost its history."""
+        ended = ended_context()
+        if ended is None or isinstance(message, _CALLS) or not wants_result_grad():
+            return message
+        if not any(map(_requires_grad, tensors)):
+            return message
+        return ForwardAutogradResp(ended.id, self._worker.ids.next(), message)
 
     def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: Description) -> int:
         """Record a send of ``tensors``. Returns its id; 0 if none of them requires grad."""
@@ -129,14 +146,26 @@ class Autograd:
         assert isinstance(message, ForwardAutogradReq)
         context = self.contexts.get_or_create(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
+        if context is None:  # the reply has to say that the context has ended
+            context = Context(message.context_id, released=True)
         set_active_context(context, message.wants_result_grad)
         return Unwrapped(message.wrapped, tensors)
 
     def open_response(self, inbound: Inbound) -> Unwrapped:
-        """Unwrap a reply that belongs to a context. Runs in the thread that waits for it."""
+        """Unwrap a reply that belongs to a context. Runs in the thread that waits for it.
+
+        Raises:
+            AutogradError: if the context has ended, and the reply would have been part of its graph.
+        """
         message = inbound.message
         assert isinstance(message, ForwardAutogradResp)
         context = self.contexts.get_or_create(message.context_id)
+        if context is None and message.autograd_id:
+            raise AutogradError(
+                f"Couldn't find autograd context with id: {message.context_id}: it ended before the reply of "
+                f"this call arrived, so the result cannot be differentiated any more. Wait for the reply "
+                f"inside the 'with context()' block, or make the call under torch.no_grad() or outside of it"
+            )
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
         if not message.autograd_id:  # the call was made under no_grad: the results are constants
             tensors = [t.detach() if t.requires_grad else t for t in tensors]
