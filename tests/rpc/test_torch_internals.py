@@ -97,3 +97,22 @@ def test_is_torch_operator() -> None:
 def test_pyrref_is_the_class_of_torchs_references() -> None:
     assert torch_internals.PyRRef is torch.distributed.rpc.PyRRef
     assert issubclass(torch.distributed.rpc.RRef, torch_internals.PyRRef)
+
+
+def test_parts_of_a_jagged_tensor() -> None:
+    nested = torch.nested.as_nested_tensor([torch.ones(1, 2), torch.ones(3, 2)], layout=torch.jagged)
+    offsets, lengths, dim = torch_internals.jagged_parts(nested)
+    assert (offsets.tolist(), lengths, dim) == ([0, 1, 4], None, 1)
+    assert torch_internals.has_own_dispatch(type(nested))
+    assert not torch_internals.has_own_dispatch(torch.nn.Parameter)
+
+
+def test_disable_torch_function_disables_that_of_a_subclass() -> None:
+    class Refuses(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("called")
+
+    x = torch.ones(2).as_subclass(Refuses)
+    with torch_internals.disable_torch_function():
+        assert type(x.as_subclass(torch.Tensor)) is torch.Tensor

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 
 from zmqgrad.wire.tensors import torch_internals
 
@@ -35,3 +36,12 @@ def test_disable_dispatch_modes_disables_fake_tensors() -> None:
         assert isinstance(torch.ones(1), FakeTensor)
         with torch_internals.disable_dispatch_modes():
             assert not isinstance(torch.ones(1), FakeTensor)
+
+
+def test_dual_tensors_are_told_apart() -> None:
+    assert not torch_internals.in_dual_level()
+    with forward_ad.dual_level():
+        assert torch_internals.in_dual_level()
+        x = torch.ones(1)
+        assert torch_internals.is_dual(forward_ad.make_dual(x, torch.ones(1)))
+        assert not torch_internals.is_dual(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +23,21 @@ call the functions of their futures, but no method that a Python subclass overri
 
 PyRRef: type = torch._C._distributed_rpc.PyRRef
 """The C++ class of torch's own references."""
+
+disable_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
+"""Context in which no ``__torch_function__`` of a subclass is called."""
+
+
+def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of ``kind`` may be made of others: they have a ``__torch_dispatch__``."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def jagged_parts(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Return offsets, lengths and the ragged dimension of a nested tensor of layout ``torch.jagged``."""
+    found: Any = nested
+    return found.offsets(), found.lengths(), found._ragged_idx
+
 
 profiler_enabled_here: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler records the calling thread."""

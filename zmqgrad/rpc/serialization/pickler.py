@@ -20,6 +20,7 @@ from zmqgrad.errors import PayloadError
 from zmqgrad.rpc.serialization.context import RpcSerializable, SerializationContext, SerializedByReference
 from zmqgrad.rpc.serialization.naming import find_function, in_main, reference_to
 from zmqgrad.rpc.serialization.scripts import reduce_script_module
+from zmqgrad.rpc.serialization.subclasses import reduce_subclass
 
 
 def tensor_at(index: int) -> torch.Tensor:
@@ -99,6 +100,12 @@ class RpcPickler(CodePickler):
             elif kind is torch.nn.Parameter and obj.requires_grad and id(obj) not in self._module_parameters:
                 self.tensors.append(obj)
                 return tensor_at, (len(self.tensors) - 1,)
+            elif (
+                isinstance(obj, torch.Tensor) and obj.requires_grad and id(obj) not in self._module_parameters
+            ):
+                reduced = reduce_subclass(obj)
+                if reduced is not None:
+                    return reduced
         if isinstance(obj, SerializedByReference):
             return adopt, self._fork(obj)
         if isinstance(obj, RpcSerializable):

@@ -17,7 +17,7 @@ from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mappi
 from zmqgrad.wire.tensors.dtypes import NAMES
 from zmqgrad.wire.tensors.modes import modes_disabled
 from zmqgrad.wire.tensors.sharing import Sharing, extent
-from zmqgrad.wire.tensors.torch_internals import dispatch_modes, function_modes
+from zmqgrad.wire.tensors.torch_internals import dispatch_modes, function_modes, in_dual_level, is_dual
 
 MAX_GAPPED_BYTES = 8 << 10
 """A view of at most this size, gaps included, is sent with its gaps and keeps its strides."""
@@ -38,6 +38,11 @@ def encode_tensors(
     """
     if not tensors:
         return NO_TENSORS
+    if in_dual_level() and any(map(is_dual, tensors)):
+        raise PayloadError(
+            "cannot send a dual tensor: its tangent would be lost, as forward-mode AD ends at a call. Send "
+            "both parts of torch.autograd.forward_ad.unpack_dual(t), and make the dual tensor there"
+        )
     try:
         if function_modes() or dispatch_modes():
             with modes_disabled():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
@@ -19,3 +20,13 @@ disable_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.
 
 disable_dispatch_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """Context without dispatch modes."""
+
+
+def in_dual_level() -> bool:
+    """Whether any thread of this process uses forward-mode AD."""
+    return forward_ad._current_level >= 0
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode AD has given ``tensor`` a tangent."""
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
