@@ -278,3 +278,44 @@ def test_an_edge_is_a_pair() -> None:
     """GradientEdge is made of, and unpacks to, a node and the number of its output."""
     node: Any = (leaf() * 2).grad_fn
     assert tuple(GradientEdge(node, 0))[:2] == (node, 0)
+
+
+def test_watch_engine_sees_local_passes_with_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variable._execution_engine, and the order of the arguments of its run_backward."""
+    seen: list[Any] = []
+    monkeypatch.setattr(internals, "_watchers", [*internals._watchers])
+    internals.watch_engine(lambda outputs, inputs: seen.append((*outputs, *inputs)))
+    x = leaf()
+    y = (x * 2).sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    y.backward(inputs=[x], retain_graph=True)
+    y.backward()
+    assert len(seen) == 2
+    assert all(each[0] is y and each[1] is x for each in seen)
+
+
+def test_in_checkpoint_knows_the_hooks_of_a_checkpoint() -> None:
+    """_top_saved_tensors_default_hooks, _checkpoint_hook and _recomputation_hook."""
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(internals.in_checkpoint())
+        return x.sin()
+
+    function(leaf())
+    torch.utils.checkpoint.checkpoint(function, leaf() * 1, use_reentrant=False).sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        function(leaf())
+    assert seen == [False, True, True, False]
+
+
+def test_a_node_of_torchs_own_can_be_called() -> None:
+    """Without looking at what follows it; the engine runs the hooks of its tensors if it is its own end."""
+    x = leaf()
+    y = x * 2
+    y.register_hook(lambda g: g + 1)
+    node: Any = y.grad_fn
+    (hooked,) = internals.run_engine({(node, 0): torch.ones_like(y)}, [(node, 0)], True)
+    assert hooked is not None
+    assert torch.equal(hooked, torch.full_like(y, 2))
+    assert torch.equal(node(hooked)[0], torch.full_like(y, 4))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zmqgrad.autograd import local_passes
 from zmqgrad.autograd.context import (
     Context,
     Contexts,
@@ -22,8 +23,10 @@ from zmqgrad.autograd.context import (
 )
 from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
+from zmqgrad.autograd.repeated_calls import draw_seed, seeded
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.autograd.send_recv import record_send
+from zmqgrad.autograd.torch_internals import in_checkpoint
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import Description, describe
 from zmqgrad.rpc.hooks import Unwrapped
@@ -63,11 +66,12 @@ def install(worker: Worker) -> None:
     hooks.with_history = _keeps_history
     hooks.backward = autograd.backward_from
     hooks.debug["autograd"] = autograd.debug_info
-    hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = worker.callee.run
+    hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.serve
     hooks.request_unwrappers[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.open_request
     hooks.response_unwrappers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_response
     autograd.participant.install()
     autograd.releases.install()
+    local_passes.install()
 
 
 def _keeps_history() -> bool:
@@ -108,7 +112,8 @@ class Autograd:
         if isinstance(message, _CALLS):
             differentiates = torch.is_grad_enabled()
             autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
-            return ForwardAutogradReq(context.id, autograd_id, message, differentiates)
+            seed = draw_seed() if in_checkpoint() and not isinstance(message, RRefFetch) else None
+            return ForwardAutogradReq(context.id, autograd_id, message, differentiates, seed)
         autograd_id = self._record(context, peer, tensors, what) if wants_result_grad() else 0
         return ForwardAutogradResp(context.id, autograd_id, message)
 
@@ -139,6 +144,16 @@ class Autograd:
         context = active_context()
         if context is not None and isinstance(message, ForwardAutogradReq):
             context.remove_send(message.autograd_id)
+
+    def serve(self, inbound: Inbound) -> None:
+        """Run a call of a context; if it has a seed, with random numbers that follow from it."""
+        message = inbound.message
+        assert isinstance(message, ForwardAutogradReq)
+        if message.seed is None:
+            self._worker.callee.run(inbound)
+        else:
+            with seeded(message.seed):
+                self._worker.callee.run(inbound)
 
     def open_request(self, inbound: Inbound) -> Unwrapped:
         """Unwrap a call, and make its context the active one of what runs it."""

@@ -147,14 +147,29 @@ def _will_execute(node: Any) -> bool:
     return reached
 
 
-class _Engine(type(_own_engine)):  # type: ignore[misc]
-    """Torch's engine, where a backward pass inside one of ours is a graph task of its own."""
+_watchers: list[Callable[[Sequence[Any], Sequence[Any]], object]] = []
 
-    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+
+def watch_engine(watcher: Callable[[Sequence[Any], Sequence[Any]], object]) -> None:
+    """Call ``watcher`` with the outputs and inputs of each local pass that has inputs, before it runs.
+
+    Python code enters the engine by an object that torch lets others replace. :func:`run_engine` does not.
+    """
+    if watcher not in _watchers:
+        _watchers.append(watcher)
+
+
+class _Engine(type(_own_engine)):  # type: ignore[misc]
+    """Torch's engine, watched, where a backward pass inside one of ours is a graph task of its own."""
+
+    def run_backward(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if len(args) > 3 and args[3]:
+            for each in _watchers:
+                each(outputs, args[3])
         if _graph_task() is None:
-            return _own_engine.run_backward(*args, **kwargs)
+            return _own_engine.run_backward(outputs, *args, **kwargs)
         with as_graph_task(None):
-            return _own_engine.run_backward(*args, **kwargs)
+            return _own_engine.run_backward(outputs, *args, **kwargs)
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         task = _graph_task()
@@ -189,6 +204,17 @@ def _completion(hook: Mapping[str, Any]) -> Callable[[], None] | None:
             function(gradients.pop(task))
 
     return complete
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------
+
+_CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
+
+
+def in_checkpoint() -> bool:
+    """Whether the calling thread runs a checkpointed function, for the first time or again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOKS)
 
 
 # ---- kinds of nodes --------------------------------------------------------------------------------------
@@ -333,3 +359,18 @@ def mark_postponed(replica: Any) -> None:
 def all_reduce(replica: Any) -> None:
     """Let a DDP replica, which has been marked, average its gradients."""
     replica.reducer._delay_all_reduce()
+
+
+# ---- fully_shard (FSDP2) ---------------------------------------------------------------------------------
+
+
+def fully_sharded_parameters() -> set[int]:
+    """Return the ids of the parameters that modules under ``fully_shard`` compute with."""
+    composable = sys.modules.get("torch.distributed._composable_state")
+    states = [ref() for ref in list(composable._module_state_mapping.values())] if composable else []
+    found: set[int] = set()
+    for state in states:
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for param in [param for group in groups if group is not None for param in group.fsdp_params]:
+            found.add(id(getattr(param, "_unsharded_param", None)))
+    return found

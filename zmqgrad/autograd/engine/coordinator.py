@@ -89,6 +89,7 @@ class Coordinator:
         if self.finished:
             self._port.release()
         else:
+            self.detector.abort(AutogradError("the backward pass has failed"))  # it may not have begun
             self._port.abandon(self._worker.server.on_unexpected)
 
     def _wait(self) -> None:

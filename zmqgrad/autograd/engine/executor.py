@@ -25,13 +25,14 @@ from zmqgrad.autograd.graph.accumulate import (
     AccumulateMode,
     accumulate_by_nodes,
     accumulate_mode,
+    check_not_sharded,
     find_replicas,
     may_have_replicas,
 )
 from zmqgrad.autograd.graph.hooks import (
     hooks_registered,
     node_hooks,
-    run_post_accumulate_hooks,
+    run_hooks_with_grad,
     run_prehooks,
 )
 from zmqgrad.autograd.graph.node import (
@@ -134,6 +135,8 @@ class LocalPass:
         finally:
             if collects:
                 gc.enable()
+        if mode is AccumulateMode.JOINT:
+            check_not_sharded(walk.waiting_leaves)
         self._starts, self._numbers, self._starts_at_leaves = walk.starts, walk.numbers, walk.starts_at_leaves
         self._task = PassTask(self._starts, self._plan)
         self._token = object()  # denotes this pass to the context, without a reference to it
@@ -467,10 +470,8 @@ class LocalPass:
             total = self.context.gradient(leaf)
         else:
             total = self.context.accumulate(leaf, hooked_grad, shared or hooked_grad is not gradient)
-        if post_accumulate_hooks(leaf):  # the engine runs them without a gradient, too
-            self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))
-        for hook in after:
-            hook((), (hooked_grad,))
+        if after or post_accumulate_hooks(leaf):  # the engine runs them without a gradient, too
+            self.context.replace(leaf, run_hooks_with_grad(leaf, total, after, hooked_grad))
 
     def _hooked(self, node: Any, gradients: list[Gradient]) -> list[Gradient]:
         """Run the hooks of a recv itself; those of the tensors have run. Returns the gradients they leave."""

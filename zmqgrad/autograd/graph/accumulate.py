@@ -22,12 +22,14 @@ from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.graph.hooks import grad_lock, permanent_internal_hook, swapped_grads
 from zmqgrad.autograd.torch_internals import (
     all_reduce,
+    fully_sharded_parameters,
     mark_postponed,
     postpones_all_reduce,
     replica_of,
     run_leaf_nodes,
     tensor_hooks,
 )
+from zmqgrad.errors import AutogradError
 
 
 class AccumulateMode(enum.Enum):
@@ -48,6 +50,21 @@ def accumulate_mode(hooks: bool) -> AccumulateMode:
 def may_have_replicas() -> bool:
     """Whether a parameter in this process may belong to a DDP replica."""
     return _HAS_PROCESS_GROUPS and torch.distributed.is_initialized()
+
+
+def check_not_sharded(nodes: Iterable[Any]) -> None:
+    """Check that none of ``nodes`` belongs to a parameter under ``fully_shard`` (FSDP2).
+
+    Raises:
+        AutogradError: if one does. FSDP2 takes gradients from ``.grad`` when a local pass ends: it would find
+            none, and train nothing.
+    """
+    sharded = fully_sharded_parameters()
+    if sharded and any(id(node.variable) in sharded for node in nodes):
+        raise AutogradError(
+            "a parameter under fully_shard (FSDP2) is part of the graph of a context, which cannot train it: "
+            "use DistributedDataParallel for this stage, or a process group and allreduce_gradients"
+        )
 
 
 _HAS_PROCESS_GROUPS = torch.distributed.is_available()

@@ -136,9 +136,23 @@ def swapped_grads(
                 t.grad = gradient
 
 
-def run_post_accumulate_hooks(leaf: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Run the hooks with ``gradient`` as ``leaf.grad``. Returns what they have left there."""
-    with swapped_grads((leaf,), (gradient,)):
+def run_hooks_with_grad(
+    leaf: torch.Tensor, total: torch.Tensor | None, after: Hooks, gradient: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Run the hooks that find the sum of all gradients in ``leaf.grad``, as in one process.
+
+    Args:
+        leaf: the leaf; its post-accumulate hooks run.
+        total: the gradient of the context so far.
+        after: the hooks of the leaf's node. An optimizer that steps in the backward pass is one.
+        gradient: what this pass has added.
+
+    Returns:
+        What the hooks have left in ``leaf.grad``.
+    """
+    with swapped_grads((leaf,), (total,)):
         for hook in post_accumulate_hooks(leaf):
             hook(leaf)
+        for hook in after:
+            hook((), (gradient,))
         return leaf.grad

@@ -31,7 +31,8 @@ class ForwardAutogradReq(Message, frozen=True):
 
     ``autograd_id`` matches the *send* of the caller with the *recv* of the callee; 0 if no tensor in the
     request requires grad. If ``wants_result_grad`` is false, the caller does not differentiate
-    (``torch.no_grad``), and the result records no send.
+    (``torch.no_grad``), and the result records no send. ``seed`` is for the random generators of the callee,
+    if the caller runs a checkpointed function, which repeats its calls.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_REQ
@@ -39,6 +40,7 @@ class ForwardAutogradReq(Message, frozen=True):
     autograd_id: Id
     wrapped: Call | RemoteCall | RRefFetch
     wants_result_grad: bool = True
+    seed: Size | None = None
 
 
 class ForwardAutogradResp(Message, frozen=True):
