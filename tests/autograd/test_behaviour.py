@@ -508,6 +508,43 @@ def selective(x: Tensor, y: Tensor) -> Tensor:
     return z
 
 
+class NoSlope(torch.autograd.Function):
+    """Its gradient is a zero tensor, which has no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        made: Tensor = torch._efficientzerotensor(gradient.shape, dtype=gradient.dtype)  # type: ignore[attr-defined]
+        return made
+
+
+def no_slope(x: Tensor) -> Tensor:
+    return no_slope_of(x)
+
+
+no_slope_of: Callable[[Tensor], Tensor] = NoSlope.apply  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("n", [3, 100_000])
+@pytest.mark.parametrize("of", ["leaf", "sent"])
+def test_a_gradient_without_memory_is_zeros(c: Cluster, of: str, n: int) -> None:
+    weight = torch.ones(n, dtype=torch.float64, requires_grad=True)
+    used = weight if of == "leaf" else weight * 2
+    no_slope(used).sum().backward()
+    expected = weight.grad
+    assert expected is not None
+    with context() as ctx:
+        received = rpc.rpc_sync(1, no_slope, (used if of == "leaf" else weight * 2,))
+        backward(ctx, [no_slope(received).sum()], retain_graph=True)
+        assert_gradients(ctx, (weight, expected))
+        backward(ctx, [rpc.rpc_sync(1, no_slope, ((weight * 2),)).sum() + no_slope(weight).sum()])
+        assert_gradients(ctx, (weight, expected))
+        get_gradients(ctx)[weight].add_(1)  # it has memory of its own
+
+
 def test_an_undefined_gradient_is_sent_as_none(c: Cluster) -> None:
     x, y, z = leaf(1), leaf(2), leaf(3)
     with context() as ctx:

@@ -9,7 +9,7 @@ import math
 import pickle
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -353,6 +353,80 @@ def test_nested_tensors_are_refused_where_they_are_sent(beside: list[torch.Tenso
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
     with pytest.raises(PayloadError, match=r"t\.unbind\(\).*torch\.jagged"):
         encode_tensors([*beside, nested], [])
+
+
+# ---- tensors without memory ------------------------------------------------------------------------------
+
+
+def zero(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor as autograd makes them for gradients that are known to be zero: it has no memory."""
+    made: torch.Tensor = torch._efficientzerotensor(shape, dtype=dtype)  # type: ignore[attr-defined]
+    assert made._is_zerotensor()
+    return made
+
+
+@pytest.mark.parametrize("n", [5, 100_000])
+@pytest.mark.parametrize("beside", [0, 1, 10])
+@pytest.mark.parametrize(
+    "make",
+    [
+        zero,
+        lambda n: zero(n)[1:],
+        lambda n: zero(n, 2).t(),
+        lambda n: zero(n, dtype=torch.complex64).conj(),
+        lambda n: zero(1).expand(n),
+        lambda n: torch.sparse_coo_tensor(torch.arange(n)[None], zero(n), (n,), check_invariants=False),
+        lambda n: zero(n).requires_grad_(),
+    ],
+    ids=["whole", "offset", "transposed", "conj", "expanded", "sparse", "requiring_grad"],
+)
+def test_a_zero_tensor_arrives_as_zeros(make: Callable[[int], torch.Tensor], beside: int, n: int) -> None:
+    t = make(n)
+    got, *others = travel(t, *[torch.ones(3) for _ in range(beside)])
+    assert_same(t.detach().to_dense().clone(), got.detach().to_dense())
+    assert got.requires_grad is t.requires_grad
+    assert all([torch.equal(other, torch.ones(3)) for other in others])
+    if t.layout is torch.strided:
+        got.detach().add_(1)  # it is writable
+
+
+def freed(t: torch.Tensor, keep: int = 0) -> torch.Tensor:
+    t.untyped_storage().resize_(keep)
+    return t
+
+
+@pytest.mark.parametrize("n", [5, 100_000])
+@pytest.mark.parametrize("beside", [0, 1, 10])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: freed(torch.ones(n)),
+        lambda n: freed(torch.ones(n), 4 * n - 1),
+        lambda n: freed(torch.ones(n, 2).t()),
+        lambda n: freed(torch.ones(n, dtype=torch.complex64).conj()),
+        lambda n: freed(torch.ones(n + 2)[2:]),
+        lambda n: freed(torch.ones(n).requires_grad_()),
+        lambda n: freed(torch.quantize_per_tensor(torch.ones(n), 1.0, 0, torch.quint8)),
+        lambda n: torch.sparse_coo_tensor(torch.arange(n)[None], freed(torch.ones(n)), (n,)),
+    ],
+    ids=["whole", "shrunk", "transposed", "conj", "offset", "requiring_grad", "quantized", "sparse"],
+)
+def test_a_tensor_whose_storage_was_freed_is_refused_where_it_is_sent(
+    make: Callable[[int], torch.Tensor], beside: int, n: int
+) -> None:
+    made = make(n)
+    with pytest.raises(PayloadError, match=r"a tensor of shape \(.*its storage holds \d+ bytes"):
+        encode_tensors([*[torch.ones(3) for _ in range(beside)], made], [])
+
+
+def test_views_of_a_shrunk_storage_are_sent_while_they_lie_in_it() -> None:
+    whole = torch.arange(10.0)
+    first, last = whole[:5], whole[5:]
+    whole.untyped_storage().resize_(5 * 4)
+    assert [t.tolist() for t in travel(first, first[1:3])] == [[0, 1, 2, 3, 4], [1, 2]]
+    with pytest.raises(PayloadError, match=r"shape \(5,\) .*holds 20 bytes"):
+        encode_tensors([first, last], [])
+    assert travel(freed(torch.ones(0, 3)))[0].shape == (0, 3)
 
 
 def test_too_many_dimensions_are_refused_where_they_are_sent() -> None:

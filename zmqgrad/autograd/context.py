@@ -214,6 +214,8 @@ class Context:
         """Return ``gradient``, or a copy of it if its memory is used elsewhere. The caller holds the lock."""
         if gradient.layout is not torch.strided:
             return gradient.clone() if shared else gradient
+        if gradient._is_zerotensor():  # it has no memory at all, and is immutable
+            gradient = gradient.clone()
         address = gradient.untyped_storage().data_ptr()
         if shared or address in self._storages or 0 in gradient.stride():
             gradient = gradient.clone(memory_format=torch.contiguous_format)

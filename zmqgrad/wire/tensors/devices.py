@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zmqgrad.errors import PayloadError, ProtocolError
+from zmqgrad.wire.tensors.memory import check_parts, materialized
 from zmqgrad.wire.tensors.streams import record_copy
 
 Devices = Mapping[torch.device, torch.device]
@@ -69,8 +70,9 @@ def stage_to_host(tensors: Sequence[torch.Tensor], devices: Devices) -> tuple[li
 def _stage(t: torch.Tensor) -> torch.Tensor:
     """Copy to host memory, asynchronously if possible: torch caches pinned memory for reuse."""
     if t.layout is not torch.strided or t.is_quantized:
+        check_parts(t)
         return t.detach().cpu()
-    plain = t.detach().resolve_conj().resolve_neg()
+    plain = materialized(t.detach()).resolve_conj().resolve_neg()
     pinned = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True)
     return pinned.copy_(plain, non_blocking=True)
 

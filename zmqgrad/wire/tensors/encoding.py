@@ -15,8 +15,9 @@ from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
 from zmqgrad.wire.tensors.blobs import MANY_BYTES, Blobs, blob_of
 from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
 from zmqgrad.wire.tensors.dtypes import NAMES
+from zmqgrad.wire.tensors.memory import check_parts, extent, holds, materialized
 from zmqgrad.wire.tensors.modes import modes_disabled
-from zmqgrad.wire.tensors.sharing import Sharing, extent
+from zmqgrad.wire.tensors.sharing import Sharing
 from zmqgrad.wire.tensors.torch_internals import dispatch_modes, function_modes, in_dual_level, is_dual
 
 MAX_GAPPED_BYTES = 8 << 10
@@ -126,7 +127,8 @@ def _plain(t: torch.Tensor) -> bool:
         and t.layout is torch.strided
         and t.is_contiguous()
         and t.dim() <= MAX_DIMENSIONS
-        and not (t.is_conj() or t.is_neg() or t.is_quantized)
+        and not (t.is_conj() or t.is_neg() or t._is_zerotensor() or t.is_quantized)
+        and holds(t, t.nbytes)
     )
 
 
@@ -148,8 +150,9 @@ def _encode_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     if not t.is_cpu:
         raise NoDeviceMapping(t.device)
     if t.layout is not torch.strided or t.is_quantized:
+        check_parts(t)
         return _encode_opaque(t, out)
-    plain = t.detach().resolve_conj().resolve_neg()
+    plain = materialized(t.detach()).resolve_conj().resolve_neg()
     if _dense(plain):
         number = out.add(plain, plain.data_ptr(), extent(plain) * plain.itemsize)
         strides = tuple(plain.stride())

@@ -10,13 +10,7 @@ import torch
 from zmqgrad.wire.messages import TensorDescriptor
 from zmqgrad.wire.tensors.blobs import Blobs
 from zmqgrad.wire.tensors.dtypes import NAMES
-
-
-def extent(t: torch.Tensor) -> int:
-    """Number of elements from the first to the last of ``t`` in memory, gaps included."""
-    if t.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+from zmqgrad.wire.tensors.memory import extent, holds
 
 
 class Sharing:
@@ -29,13 +23,14 @@ class Sharing:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         by_storage: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
         for t in tensors:
-            # The bytes of a lazily conjugated or negated tensor are not its values: it cannot share.
-            lazy = t.is_conj() or t.is_neg()
+            # The bytes of a lazily conjugated, negated or zero tensor are not its values: it cannot share.
+            lazy = t.is_conj() or t.is_neg() or t._is_zerotensor()
             if t.is_cpu and t.layout is torch.strided and not (t.requires_grad or t.is_quantized or lazy):
-                pointer = t.untyped_storage().data_ptr()
-                if pointer and t.numel():
+                size = extent(t) * t.itemsize
+                if size and holds(t, size):
                     start = t.data_ptr()
-                    by_storage.setdefault(pointer, []).append((start, start + extent(t) * t.itemsize, t))
+                    pointer = t.untyped_storage().data_ptr()
+                    by_storage.setdefault(pointer, []).append((start, start + size, t))
         # id of a tensor -> the span of bytes [start, end) that it is a view of
         self._spans: dict[int, tuple[int, int]] = {}
         self._blobs: dict[tuple[int, int], int] = {}

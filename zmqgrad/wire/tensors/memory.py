@@ -1,0 +1,61 @@
+"""The memory of a tensor, and tensors without one: zero tensors of autograd, and freed storages.
+
+Tensors are sent by address. A zero tensor (``_is_zerotensor``) and one whose storage was freed or shrunk (by
+``resize_``, as sharded training does) have a shape but no bytes there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zmqgrad.errors import PayloadError
+
+
+def extent(t: torch.Tensor) -> int:
+    """Number of elements from the first to the last of ``t`` in memory, gaps included."""
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def holds(t: torch.Tensor, size: int) -> bool:
+    """Whether the storage of strided ``t``, no zero tensor, has ``size`` bytes from its first element on."""
+    return not size or t.storage_offset() * t.itemsize + size <= t.untyped_storage().nbytes()
+
+
+def materialized(t: torch.Tensor) -> torch.Tensor:
+    """Return strided ``t``, or a copy with memory if it is a zero tensor.
+
+    Raises:
+        PayloadError: if the storage of ``t`` is too small for its shape.
+    """
+    if t._is_zerotensor():
+        return t.clone()
+    if not holds(t, extent(t) * t.itemsize):
+        held = t.untyped_storage().nbytes()
+        raise PayloadError(
+            f"cannot send a tensor of shape {tuple(t.shape)} and dtype {t.dtype} on {t.device}: its storage "
+            f"holds {held} bytes, which is too few; it was freed or resized. Send it before, or a clone"
+        )
+    return t
+
+
+def check_parts(t: torch.Tensor) -> None:
+    """Check the memory of a tensor that torch encodes or copies as a whole: sparse or quantized.
+
+    Raises:
+        PayloadError: if a storage of ``t`` is too small.
+    """
+    for part in _PARTS.get(t.layout, ()):
+        materialized(getattr(t, part)())
+
+
+_PARTS = {
+    torch.strided: ("detach",),
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Methods that return the strided tensors of which a tensor consists, by layout."""
