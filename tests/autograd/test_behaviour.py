@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.autograd.engine import executor
 from zmqgrad.autograd.graph.hooks import internal_hook
 from zmqgrad.errors import AutogradError
+from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.testing import Cluster, cluster
 
 
@@ -668,6 +670,86 @@ def test_asynchronous_functions_in_a_context(c: Cluster) -> None:
     with context() as ctx:
         backward(ctx, [rpc.rpc_sync(1, double_there_and_add, (2, x)).sum()])
         assert_gradients(ctx, (x, [7.0]))
+
+
+@rpc.functions.async_execution
+def double_in_two_hops(to: int, x: Tensor) -> Any:
+    """The second hop is a call that the callback of the first one makes."""
+    return rpc.rpc_async(to, slow_double, (x,)).then(
+        lambda f: f.wait() + rpc.rpc_sync(to, double, (f.wait(),))
+    )
+
+
+@rpc.functions.async_execution
+def double_in_two_hops_together(to: int, x: Tensor) -> Any:
+    """As above, where C++ calls the callback: the future of ``collect_all`` is torch's."""
+    parts = [rpc.rpc_async(to, slow_double, (x,)), rpc.rpc_async(0, slow_double, (x,))]
+
+    def second(done: Any) -> Tensor:
+        first, other = (part.wait() for part in done.wait())
+        return rpc.rpc_sync(to, add, (first, first + other))
+
+    return torch.futures.collect_all(parts).then(second)
+
+
+def slow_double(x: Tensor) -> Tensor:
+    """Returns after its caller has added a callback."""
+    time.sleep(0.02)
+    return x * 2
+
+
+@pytest.mark.parametrize("function", [double_in_two_hops, double_in_two_hops_together])
+def test_calls_in_callbacks_of_asynchronous_functions_are_recorded(c: Cluster, function: Any) -> None:
+    x = leaf(1.0, 2.0)
+    with context() as ctx:
+        y = rpc.rpc_sync(1, function, (2, x))
+        assert y.tolist() == [6.0, 12.0]
+        backward(ctx, [y.sum()])
+        assert_gradients(ctx, (x, [6.0, 6.0]))
+
+
+@pytest.mark.parametrize("how", ["then", "add_done_callback", "chain"])
+def test_calls_in_callbacks_of_the_caller_are_recorded(c: Cluster, how: str) -> None:
+    x, done = leaf(1.0, 2.0), PythonFuture[Tensor]()
+
+    def twice(f: Any) -> Tensor:
+        return rpc.rpc_sync(2, double, (f.wait(),))
+
+    with context() as ctx:
+        first = rpc.rpc_async(1, slow_double, (x,))
+        if how == "add_done_callback":
+            first.add_done_callback(lambda f: done.set_result(twice(f)))
+            y = done.wait()
+        else:
+            y = (
+                first.then(twice).wait()
+                if how == "then"
+                else first.then(lambda f: f.wait()).then(twice).wait()
+            )
+        backward(ctx, [y.sum()])
+        assert_gradients(ctx, (x, [4.0, 4.0]))
+
+
+def test_a_callback_records_for_the_context_in_which_it_was_added(c: Cluster) -> None:
+    """Whichever context sets the future; and for none once that has ended."""
+    x, future, late = leaf(1.0), PythonFuture[None](), PythonFuture[None]()
+    with context() as ctx:
+        result = future.then(lambda _: rpc.rpc_sync(1, double, (x,)))
+        unrecorded = late.then(lambda _: rpc.rpc_sync(1, double, (x,)))
+
+        def other() -> None:
+            with c.acting(0), context():
+                future.set_result(None)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(10)
+        backward(ctx, [result.wait().sum()])
+        assert_gradients(ctx, (x, [2.0]))
+    with context() as ctx:
+        late.set_result(None)
+        assert unrecorded.wait().is_leaf
+        assert not get_gradients(ctx)
 
 
 def test_one_reference_fetched_often_and_used_in_part(c: Cluster) -> None:

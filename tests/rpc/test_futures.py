@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import signal
 import threading
@@ -447,3 +448,58 @@ def test_a_future_that_is_done_keeps_its_result(trio: Cluster) -> None:
     with pytest.raises(RuntimeError, match="completed"):
         future.set_exception(ValueError("too late"))
     assert future.wait() == 5
+
+
+# ---- the state of the thread that adds a callback --------------------------------------------------------
+
+SETTING: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default="none")
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("how", ["then", "add_done_callback"])
+def test_callbacks_run_with_the_state_of_the_thread_that_added_them(how: str, done: bool) -> None:
+    """As those of asyncio; and in the same grad mode, whether the future is done or not."""
+    future, seen = PythonFuture[int](), []
+
+    def note(_: object) -> None:
+        seen.append((SETTING.get(), torch.is_grad_enabled()))
+        SETTING.set("changed by a callback")
+
+    if done:
+        future.set_result(1)
+    token = SETTING.set("of the adder")
+    with torch.no_grad():
+        getattr(future, how)(note)
+    assert SETTING.get() == "of the adder"
+    SETTING.reset(token)
+    getattr(future, how)(note)
+    if not done:
+        thread = threading.Thread(target=future.set_result, args=(1,))
+        thread.start()
+        thread.join(10)
+    assert seen == [("of the adder", False), ("none", True)]
+    assert SETTING.get() == "none"
+    assert torch.is_grad_enabled()
+
+
+@rpc.functions.async_execution
+def ask_in_a_callback(number: int) -> Any:
+    return rpc.rpc_async(2, wait_at, (number,)).then(lambda f: (rpc.time_left(), where()))
+
+
+def leave_a_callback(number: int) -> None:
+    """Its caller has its reply before the callback runs."""
+    LEFT.append(rpc.rpc_async(2, wait_at, (number,)).then(lambda f: (rpc.time_left(), where())))
+
+
+LEFT: list[Any] = []
+
+
+def test_a_callback_knows_the_time_left_of_the_call_that_waits_for_it(trio: Cluster, gate: int) -> None:
+    limited = rpc.rpc_async(1, ask_in_a_callback, (gate,), timeout=15)
+    rpc.rpc_sync(1, leave_a_callback, (gate,), timeout=15)
+    GATES[gate].set()
+    left, worker = limited.wait()
+    assert 0 < left <= 15
+    assert worker == "worker1"
+    assert LEFT.pop().wait() == (float("inf"), "worker1")

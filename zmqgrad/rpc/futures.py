@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
+from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,7 +40,8 @@ S = TypeVar("S")
 class PythonFuture(torch.futures.Future[T]):
     """A ``torch.futures.Future`` whose wait can be interrupted, and which can be awaited.
 
-    Thread-safe; ``await`` works in any running event loop.
+    Thread-safe; ``await`` works in any running event loop. Callbacks run with the context variables (so in
+    the autograd context) and in the grad mode of the thread that added them, whichever thread calls them.
     """
 
     _copies = NO_COPIES  # what the thread that set the result copied to devices
@@ -97,10 +99,15 @@ class PythonFuture(torch.futures.Future[T]):
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback(self)`` when this is done, or at once if it is. What it raises is logged."""
         _check_callable(callback)
+        context, recorded = copy_context(), torch.is_grad_enabled()
 
         def call(_: object) -> None:
             try:
-                callback(self)
+                if torch.is_grad_enabled() is recorded:
+                    context.run(callback, self)
+                else:
+                    with torch.set_grad_enabled(recorded):
+                        context.run(callback, self)
             except Exception:
                 logger.exception("a callback of %r failed", self)
 
@@ -153,6 +160,7 @@ class RpcFuture(PythonFuture[T]):
     """Of the request; 0: unknown."""
     peer: int
     _reply: Promise[Inbound] | None = None  # in the dictionary, from which only one thread can pop it
+    _context: Context  # in the dictionary, too
 
     def __init__(
         self,
@@ -164,6 +172,7 @@ class RpcFuture(PythonFuture[T]):
     ) -> None:
         CppFuture.__init__(self, [])  # what torch's own __init__ does after checking the devices
         self._reply = reply
+        self._context = copy_context()  # for callbacks that C++ adds (``collect_all``)
         self._queue = queue
         self.description = description
         self.peer = peer
@@ -176,11 +185,16 @@ class RpcFuture(PythonFuture[T]):
             self._queue.add(self)
 
     def complete(self) -> None:
-        """Decode the reply, which must have arrived, and set the result. Only the first call acts."""
-        # An atomic pop, so only one thread gets it; and the reply is not kept afterwards.
+        """Decode the reply, which must have arrived, and set the result. Only the first call acts.
+
+        This happens in the context of the call, as with torch.
+        """
+        # An atomic pop, so only one thread gets it; and neither is kept afterwards.
         reply: Promise[Inbound] | None = self.__dict__.pop("_reply", None)
-        if reply is None:
-            return
+        if reply is not None:
+            self.__dict__.pop("_context").run(self._complete, reply)
+
+    def _complete(self, reply: Promise[Inbound]) -> None:
         try:
             copies = NO_COPIES
             if self._queue.tracks_streams:

@@ -20,7 +20,7 @@ from zmqgrad.wire.messages import Message
 class InFlightRequest:
     """One request of a peer, from its arrival to its reply."""
 
-    __slots__ = ("cancelled", "clock", "deadline", "is_deferred", "message_id", "source")
+    __slots__ = ("cancelled", "clock", "deadline", "ended", "is_deferred", "message_id", "source")
 
     def __init__(self, source: int, message_id: int, deadline: float, clock: Clock) -> None:
         self.source = source
@@ -28,6 +28,8 @@ class InFlightRequest:
         self.deadline = deadline
         self.clock = clock
         self.cancelled = False
+        self.ended = False
+        """Whether it has its reply. Callbacks that its function has added may still run."""
         self.is_deferred = False
         """Whether the function has returned a future, by which the reply is sent later."""
 
@@ -76,6 +78,7 @@ class InFlightRequests:
 
     def end(self, request: InFlightRequest) -> None:
         """Remove a request that has been replied to."""
+        request.ended = True
         self._requests.pop(request.message_id, None)
         self._notify()
 
@@ -132,7 +135,8 @@ end_serving: Callable[[Token[InFlightRequest | None]], None] = _serving.reset
 
 def served() -> InFlightRequest | None:
     """The request that the calling thread serves."""
-    return _serving.get()
+    request = _serving.get()
+    return None if request is None or request.ended else request
 
 
 def time_left() -> float:
