@@ -228,6 +228,113 @@ def test_grad_is_as_before(c: Cluster) -> None:
     torch.testing.assert_close(p.to_here().detach(), make(0).detach() - 1)
 
 
+class TrainsLocally(torch.optim.SGD):
+    """In the middle of a step, the program of the owner trains the parameter itself."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        p = TrainsLocally.live
+        super().step(closure)
+        p.grad = None
+        (p.detach() * 0 + p * 5).sum().backward()
+        TrainsLocally.seen = p.grad
+
+    live: Tensor
+    seen: Tensor | None = None
+
+
+def make_live() -> Tensor:
+    TrainsLocally.live = make_with_grad()
+    return TrainsLocally.live
+
+
+def test_a_step_does_not_touch_what_its_owner_accumulates(c: Cluster) -> None:
+    p = rpc.remote(1, make_live)
+    optimizer = DistributedOptimizer(TrainsLocally, [p], lr=1.0)
+    with context() as ctx:
+        backward(ctx, [p.to_here().sum()])
+        optimizer.step(ctx)
+    assert TrainsLocally.seen is not None
+    assert TrainsLocally.seen.tolist() == [5.0] * 3
+    assert TrainsLocally.live.grad is TrainsLocally.seen, "the step restored an older .grad"
+
+
+def test_the_owner_may_replace_or_resize_the_memory_of_a_parameter(c: Cluster) -> None:
+    p, local = rpc.remote(1, make, (0,)), make(0)
+    optimizer, here = DistributedOptimizer(torch.optim.SGD, [p], lr=0.5), torch.optim.SGD([local], lr=0.5)
+    for change in (None, replace_memory, enlarge, None):
+        if change is not None:
+            rpc.rpc_sync(1, change, (p,))
+            change(rpc.RRef(local))
+        here.zero_grad()
+        (local**2).sum().backward()
+        here.step()
+        with context() as ctx:
+            backward(ctx, [(p.to_here() ** 2).sum()])
+            optimizer.step(ctx)
+        assert_same([p], [local])
+    assert p.to_here().shape == (5,)
+
+
+def replace_memory(p: rpc.RRef[Tensor]) -> None:
+    p.local_value().data = torch.full((3,), 2.0, dtype=torch.float64)
+
+
+def enlarge(p: rpc.RRef[Tensor]) -> None:
+    with torch.no_grad():
+        p.local_value().data = torch.cat([p.local_value(), torch.ones(2, dtype=torch.float64)])
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_steps_on_all_parameters_at_once_equal_those_of_one_process(c: Cluster, how: str) -> None:
+    local = [make(i) for i in range(4)]
+    optimizer = torch.optim.Adam(local, lr=0.05, **{how: True})
+    params = [rpc.remote(to, make, (i,)) for i, to in enumerate([0, 1, 2, 1])]
+    distributed = DistributedOptimizer(torch.optim.Adam, params, lr=0.05, **{how: True})
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(local, step).backward()
+        optimizer.step()
+        train_step(distributed, params, step)
+    assert_same(params, local)
+
+
+def test_saved_values_that_a_step_changes_are_noticed_as_in_one_process(c: Cluster) -> None:
+    p = rpc.RRef(make(0))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [p], lr=1.0)
+    squared = (p.local_value() ** 2).sum()
+    with context() as ctx:
+        backward(ctx, [p.local_value().sum()])
+        optimizer.step(ctx)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+def test_what_an_optimizer_may_ask_of_a_parameter(c: Cluster) -> None:
+    """Its class, whether it requires grad, and the attributes that the program gave it."""
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.remote(1, make_marked)], lr=1.0)
+    asked = [rpc.rpc_sync(owner, ask, (local,)) for owner, local in optimizer.local_optimizers.items()]
+    assert asked == [(torch.nn.Parameter, True, "mine")]
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+        DistributedOptimizer(torch.optim.SGD, [rpc.remote(1, make_computed)], lr=1.0)
+    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
+        DistributedOptimizer(torch.optim.SGD, [rpc.remote(1, abs, (1,))], lr=1.0)
+
+
+def ask(local: Any) -> Any:
+    (p,) = local.local_value().optim.param_groups[0]["params"]
+    return type(p), p.requires_grad, p.mark
+
+
+def make_marked() -> Tensor:
+    p = torch.nn.Parameter(torch.ones(2))
+    p.mark = "mine"  # type: ignore[attr-defined]
+    return p
+
+
+def make_computed() -> Tensor:
+    return make(0) * 2
+
+
 class Failing(torch.optim.SGD):
     """Refuses to step where its first parameter is parameter 1."""
 

@@ -4,33 +4,52 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from zmqgrad.autograd.api import gradients_of
-from zmqgrad.autograd.graph.hooks import swapped_grads
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.optim import torch_internals
 from zmqgrad.optim.owners import as_list, call_method, call_owners, group_by_owner, local_values
 from zmqgrad.rpc import RRef
+from zmqgrad.runtime.blocking import blocking_section
 
 Group = dict[str, Any]
 """A parameter group: ``params``, and options for them."""
 
 
+_stepping = threading.Lock()  # several optimizers of this process may share parameters
+
+
 class LocalOptimizer:
-    """The local optimizer of one owner, and the parameters that it optimizes."""
+    """The local optimizer of one owner, and the parameters that it optimizes.
+
+    The optimizer steps on aliases of the parameters, which share their memory: ``.grad`` of an alias is the
+    gradient of a context, while that of the parameter belongs to the program, which may train it locally.
+    """
 
     def __init__(self, optimizer_class: type, groups: Sequence[Group], args: Any, kwargs: Any) -> None:
-        params: list[Any] = [{**group, "params": local_values(group["params"])} for group in groups]
-        if len(params) == 1 and len(params[0]) == 1:
-            params = params[0]["params"]  # some optimizers accept no groups
+        self._params: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of the alias, with the alias
+        self._aliases: dict[int, torch.Tensor] = {}  # by id of the parameter
+        aliased: list[Any] = [{**group, "params": self._aliases_of(group["params"])} for group in groups]
+        if len(aliased) == 1 and len(aliased[0]) == 1:
+            aliased = aliased[0]["params"]  # some optimizers accept no groups
         self.optimizer: torch.optim.Optimizer = torch_internals.construct(
-            optimizer_class, params, args, kwargs
+            optimizer_class, aliased, args, kwargs
         )
         _refuse_closures(self.optimizer)
+
+    def _aliases_of(self, references: Sequence[RRef[Any]]) -> list[Any]:
+        aliases = []
+        for param in local_values(references):
+            alias = self._aliases.setdefault(id(param), _alias(param))
+            self._params[id(alias)] = alias, param
+            aliases.append(alias)
+        return aliases
 
     @property
     def optim(self) -> torch.optim.Optimizer:
@@ -39,13 +58,54 @@ class LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         """Take one step with the gradients of a context; ``.grad`` of the parameters does not change."""
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        with swapped_grads(params, gradients_of(context_id, params)):
-            torch_internals.step(self.optimizer)
+        aliases = [alias for group in self.optimizer.param_groups for alias in group["params"]]
+        params = [self._param_of(alias) for alias in aliases]
+        gradients = gradients_of(context_id, params)
+        with _turn():
+            try:
+                for alias, param, gradient in zip(aliases, params, gradients, strict=True):
+                    alias.data = param.data  # the program may have given the parameter other memory
+                    alias.grad = gradient
+                torch_internals.step(self.optimizer)
+            finally:
+                for alias in aliases:
+                    alias.grad = None
+
+    def _param_of(self, alias: torch.Tensor) -> torch.Tensor:
+        found = self._params.get(id(alias))
+        if found is None:
+            raise ConfigurationError(
+                "a parameter was added to a local optimizer: use DistributedOptimizer.add_param_group"
+            )
+        return found[1]
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the state dictionary, whose tensors a local caller does not share either."""
         return copy.deepcopy(torch_internals.call(self.optimizer, "state_dict"))
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Wait until no other step runs in this process."""
+    if not _stepping.acquire(blocking=False):
+        with blocking_section():
+            _stepping.acquire()
+    try:
+        yield
+    finally:
+        _stepping.release()
+
+
+def _alias(param: Any) -> Any:
+    """Return a leaf with the memory, the version counter, the kind and the attributes of ``param``."""
+    if not isinstance(param, torch.Tensor) or not param.is_leaf:
+        return param  # the optimizer refuses it
+    alias = param.detach()
+    if isinstance(param, torch.nn.Parameter):
+        alias = torch.nn.Parameter(alias, param.requires_grad)
+    alias.requires_grad_(param.requires_grad)
+    vars(alias).update(vars(param))
+    return alias
 
 
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
