@@ -1106,6 +1106,62 @@ def test_a_post_accumulate_hook_runs_once_with_the_sum(c: Cluster) -> None:
     assert w.grad.tolist() == [9.0]
 
 
+LEAVES: list[Tensor] = []
+
+
+def train_leaf(number: int, to: int, factor: float) -> list[float]:
+    """One pass over a leaf of this process in a context of its own, and over a call of worker ``to``."""
+    weight = LEAVES[number]
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(to, double, (weight * factor,)).sum()])
+        return list(get_gradients(ctx)[weight].tolist())
+
+
+def test_a_post_accumulate_hook_may_wait_for_another_pass(c: Cluster) -> None:
+    """Each of two hooks makes a call which begins a pass that runs the other one's kind of hook."""
+    LEAVES[:] = [leaf(1.0), leaf(1.0)]
+    nested: list[Any] = []
+
+    def call(p: Tensor) -> None:
+        if not nested:
+            nested.append(None)
+            nested[0] = rpc.rpc_sync(1, train_leaf, (1, 2, 3.0), timeout=20)
+        assert p.grad is not None
+        p.grad += 1
+
+    LEAVES[0].register_post_accumulate_grad_hook(call)
+    LEAVES[1].register_post_accumulate_grad_hook(call)
+    assert train_leaf(0, 2, 5.0) == [11.0]
+    assert nested == [[7.0]]
+    assert LEAVES[0].grad is None
+    assert LEAVES[1].grad is None
+
+
+def test_a_slow_hook_delays_only_passes_that_run_hooks_of_the_same_leaf(c: Cluster) -> None:
+    LEAVES[:] = [leaf(1.0), leaf(1.0)]
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    inside, most = [0], [0]
+
+    def slow(p: Tensor) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        entered.release()
+        assert p.grad is not None
+        gradient = p.grad.clone()
+        assert go_on.wait(20)
+        assert torch.equal(p.grad, gradient), "another pass has put its gradient into .grad"
+        inside[0] -= 1
+
+    LEAVES[0].register_post_accumulate_grad_hook(slow)
+    LEAVES[1].register_post_accumulate_grad_hook(lambda p: None)
+    futures = [rpc.rpc_async(1, train_leaf, (0, 2, factor)) for factor in (1.0, 2.0)]
+    assert entered.acquire(timeout=20)
+    assert rpc.rpc_sync(1, train_leaf, (1, 2, 1.0), timeout=20) == [2.0]
+    go_on.set()
+    assert [f.wait() for f in futures] == [[2.0], [4.0]]
+    assert most == [1]
+
+
 @pytest.mark.parametrize("beside_replicas", [False, True])
 @pytest.mark.parametrize("way", ["itself", "computed", "sent", "met"])
 def test_hooks_of_a_leaf_run_without_a_gradient(

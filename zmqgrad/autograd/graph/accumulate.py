@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.graph.hooks import grad_lock, permanent_internal_hook, swapped_grads
+from zmqgrad.autograd.graph.hooks import permanent_internal_hook, swapped_grads
 from zmqgrad.autograd.torch_internals import (
     all_reduce,
     fully_sharded_parameters,
@@ -69,7 +69,8 @@ def check_not_sharded(nodes: Iterable[Any]) -> None:
 
 _HAS_PROCESS_GROUPS = torch.distributed.is_available()
 
-_replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have unused parameters; guarded by `grad_lock`
+_replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have unused parameters
+_replicas_lock = threading.Lock()
 
 
 def find_replicas(nodes: Iterable[Any]) -> list[Any]:
@@ -83,7 +84,7 @@ def find_replicas(nodes: Iterable[Any]) -> list[Any]:
     for node in nodes:
         replica = replica_of(node)
         if replica is not None:
-            with grad_lock():
+            with _replicas_lock:
                 _replicas.add(replica)
             if postpones_all_reduce(replica):
                 permanent_internal_hook(node.register_prehook, _PostponeAllReduce(replica, due))
@@ -111,22 +112,24 @@ def accumulate_by_nodes(
 
     Then the replicas in ``due`` average theirs.
     """
-    with grad_lock():
-        leaves = _with_unused([node.variable for node in nodes])
-        present = context.gradients()
-        before = [present[leaf].clone() if leaf in present else None for leaf in leaves]
-        with swapped_grads(leaves, before), _without_tensor_hooks(leaves):
-            run_leaf_nodes(nodes, gradients)
-            while due:
-                all_reduce(due.pop())
-            for leaf in leaves:
-                context.replace(leaf, _unaliased(leaf.grad))
+    leaves = _with_unused([node.variable for node in nodes])
+    with swapped_grads(leaves, [None] * len(leaves)), _without_tensor_hooks(leaves):
+        present = context.gradients()  # only now: another pass of the context may have waited for its turn
+        for leaf in leaves:
+            leaf.grad = present[leaf].clone() if leaf in present else None
+        run_leaf_nodes(nodes, gradients)
+        while due:
+            all_reduce(due.pop())
+        for leaf in leaves:
+            context.replace(leaf, _unaliased(leaf.grad))
 
 
 def _with_unused(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``leaves`` and all parameters of their replicas. The caller holds ``grad_lock``."""
+    """Return ``leaves`` and all parameters of their replicas."""
     found = dict.fromkeys(leaves)
-    for replica in list(_replicas):
+    with _replicas_lock:
+        replicas = list(_replicas)
+    for replica in replicas:
         params = [p for p in replica.parameters() if p.requires_grad]
         if not found.keys().isdisjoint(params):
             found.update(dict.fromkeys(params))

@@ -23,6 +23,7 @@ from zmqgrad.autograd.torch_internals import (
     post_accumulate_hooks,
     tensor_hooks,
 )
+from zmqgrad.runtime.blocking import blocking_section
 
 # An internal hook is registered and counted under this lock, under which a pass also compares the counts: a
 # hook that was counted but not yet registered would make up for one of the program. Reentrant, as registering
@@ -111,29 +112,43 @@ def run_prehooks(hooks: Hooks, gradients: Gradients) -> Gradients:
     return current
 
 
-_grad_lock = threading.RLock()
-"""Guards ``.grad`` in this process: several passes and optimizers may share parameters."""
-
-
-def grad_lock() -> threading.RLock:
-    """Return the lock that :func:`swapped_grads` holds, to be held across several swaps."""
-    return _grad_lock
+_turns = threading.Condition()
+_holders: dict[
+    int, int
+] = {}  # the thread whose gradients are in `.grad`, by id of the leaf; guarded by `_turns`
 
 
 @contextmanager
-def swapped_grads(
-    tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> Iterator[None]:
-    """Set ``.grad`` of ``tensors`` to ``gradients``, and restore the former values on exit."""
-    with _grad_lock:
-        before = [t.grad for t in tensors]
-        try:
-            for t, gradient in zip(tensors, gradients, strict=True):
-                t.grad = gradient
-            yield
-        finally:
-            for t, gradient in zip(tensors, before, strict=True):
-                t.grad = gradient
+def swapped_grads(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Set ``.grad`` of ``leaves`` to ``gradients``, and restore the former values on exit.
+
+    Waits until no other thread has swapped any of them. No lock is held then, as hooks of the program run in
+    it, which may take long or begin other passes: only those that run hooks of the same leaves wait. A swap
+    within one of the same thread is restored first.
+    """
+    thread, ids = threading.get_ident(), {id(leaf) for leaf in leaves}
+
+    def is_free() -> bool:
+        return all([_holders.get(each, thread) == thread for each in ids])
+
+    with _turns:
+        if not is_free():
+            with blocking_section():  # the hook that holds them may need a thread of this pool
+                _turns.wait_for(is_free)
+        ids.difference_update(_holders)
+        _holders.update(dict.fromkeys(ids, thread))
+    before = [leaf.grad for leaf in leaves]
+    try:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+        with _turns:
+            for each in ids:
+                del _holders[each]
+            _turns.notify_all()
 
 
 def run_hooks_with_grad(
