@@ -278,6 +278,20 @@ def test_a_frame_keeps_the_memory_of_its_tensor() -> None:
     assert gone() is None
 
 
+def test_a_frame_keeps_the_memory_though_its_tensor_gets_another() -> None:
+    """As when an optimizer steps a parameter that is being sent."""
+    t = torch.full((MAX_INLINE_BYTES,), 1.0)
+    frames: list[Any] = []
+    encode_tensors([t], frames)
+    t.data = torch.full((3,), 2.0)
+    del t
+    others = [
+        torch.full((MAX_INLINE_BYTES,), 3.0) for _ in range(20)
+    ]  # where freed memory would be used again
+    assert set(torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).tolist()) == {1.0}
+    del others
+
+
 def test_a_non_leaf_arrives_as_a_leaf() -> None:
     x = torch.ones(3, requires_grad=True)
     (got,) = travel(x * 2)

@@ -27,7 +27,7 @@ _string_at = ctypes.string_at
 
 
 def blob_of(owner: torch.Tensor, address: int, size: int, frames: list[Frame]) -> Blob:
-    """The blob of a message with one tensor: ``size`` bytes at ``address``, kept alive by ``owner``."""
+    """The blob of a message with one tensor: ``size`` bytes at ``address``, of the memory of ``owner``."""
     if size <= MAX_INLINE_BYTES:
         return Blob(BlobLocation.INLINE, size, _string_at(address, size) if size else b"")
     frames.append(window(owner, address, size))
@@ -52,7 +52,7 @@ class Blobs:
         self._shared_size = 0
 
     def add(self, owner: torch.Tensor, address: int, size: int) -> int:
-        """Add ``size`` bytes at ``address``, kept alive by ``owner``. Returns the index of the blob."""
+        """Add ``size`` bytes at ``address``, of the memory of ``owner``. Returns the index of the blob."""
         if size <= MAX_INLINE_BYTES:
             return self.add_bytes(_string_at(address, size) if size else b"")
         self.blobs.append(Blob(BlobLocation.FRAME, size, b"", len(self.frames)))
@@ -110,9 +110,12 @@ class Blobs:
 
 
 def window(owner: torch.Tensor, address: int, size: int) -> memoryview:
-    """A view of ``size`` bytes at ``address`` that keeps ``owner`` alive."""
+    """A view of ``size`` bytes at ``address`` that keeps the memory of ``owner`` alive.
+
+    Not ``owner``, which may be given other memory before the bytes are sent (``.data``).
+    """
     array: Any = (ctypes.c_char * size).from_address(address)
-    array.owner = owner
+    array.owner = owner.detach()
     return memoryview(array).cast("B")
 
 
