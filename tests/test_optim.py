@@ -52,15 +52,16 @@ SHAPES = {"Muon": (3, 4)}  # matrices only
 KINDS = sorted(n for n, k in vars(torch.optim).items() if isinstance(k, type) and n not in SPECIAL)
 
 
+@pytest.mark.parametrize("versions", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_equal_those_of_one_process(c: Cluster, kind: str) -> None:
+def test_steps_equal_those_of_one_process(c: Cluster, kind: str, versions: bool) -> None:
     options: dict[str, Any] = {"lr": 0.05, **({"momentum": 0.9} if kind == "SGD" else {})}
     make_optimizer = getattr(torch.optim, kind)
     shape = SHAPES.get(kind, ())
     local = [make(i, *shape) for i in range(4)]
     optimizer = make_optimizer(local, **options)
     params = [rpc.remote(to, make, (i, *shape)) for i, to in enumerate([0, 1, 2, 1])]
-    distributed = DistributedOptimizer(make_optimizer, params, **options)
+    distributed = DistributedOptimizer(make_optimizer, params, versions=versions, **options)
     for step in range(3):
         optimizer.zero_grad()
         loss_of(local, step).backward()

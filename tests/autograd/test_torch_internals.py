@@ -178,6 +178,15 @@ def test_a_pass_is_a_graph_task() -> None:
     assert len(seen) == 3
 
 
+def test_the_tensors_of_a_storage_are_counted() -> None:
+    t = torch.ones(3)
+    assert [internals.storage_users(t) for _ in range(2)] == [1, 1]
+    alias = t.detach()
+    assert internals.storage_users(t) == 2
+    del alias
+    assert internals.storage_users(t) == 1
+
+
 def test_saved_tensors_are_dropped() -> None:
     """Node._raw_saved_*, and SavedTensor.register_hooks."""
     x = torch.rand(3, requires_grad=True)

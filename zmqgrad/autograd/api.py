@@ -40,7 +40,10 @@ class context:
         if not self._entered.acquire(blocking=False):
             raise AutogradError("This context() has been entered already: make one for each 'with'")
         self._worker: Worker = worker
-        self._context = autograd_of(worker).begin()
+        autograd = autograd_of(worker)
+        self._reading = autograd.versions.reading(fresh=True)
+        self._reading.__enter__()
+        self._context = autograd.begin()
         self._activation = ActiveContext(self._context)
         self._activation.__enter__()
         return self._context.id
@@ -53,6 +56,7 @@ class context:
         try:
             self._activation.__exit__()
         finally:  # a token of another thread cannot be reset, but the context ends nevertheless
+            self._reading.__exit__(None, None, None)
             autograd_of(self._worker).releases.release(self._context.id)
             self._entered.release()
 

@@ -34,8 +34,10 @@ MAX_ENDED_PASSES = 16
 class Context:
     """One context on one worker."""
 
-    def __init__(self, context_id: int, released: bool = False) -> None:
+    def __init__(self, context_id: int, read_at: int = 0, released: bool = False) -> None:
         self.id = context_id
+        self.read_at = read_at
+        """The latest step of shared parameters that it saw here when it began, or after its own last step."""
         self.released = released
         """Whether the context has ended. Messages still in flight are not recorded any more."""
         self._lock = threading.Lock()  # guards sends, recvs, gradients, open sums and storages
@@ -306,17 +308,21 @@ class Contexts:
 
     Args:
         tracer: returns what records their begin and end; None: nothing does.
+        published: returns the latest step of shared parameters that can be seen.
     """
 
-    def __init__(self, tracer: Callable[[], Tracer | None] = lambda: None) -> None:
+    def __init__(
+        self, tracer: Callable[[], Tracer | None] = lambda: None, published: Callable[[], int] = lambda: 0
+    ) -> None:
         self._lock = threading.Lock()  # guards all below
         self._live: dict[int, Context] = {}
         self._lost: set[int] = set()  # workers
         self._released: OrderedDict[int, None] = OrderedDict()
         self._tracer = tracer
+        self._published = published
 
     def _created(self, context_id: int) -> Context:
-        context = self._live[context_id] = Context(context_id)
+        context = self._live[context_id] = Context(context_id, self._published())
         if (tracer := self._tracer()) is not None:
             tracer.context_created(context_id)
         return context

@@ -27,6 +27,7 @@ from zmqgrad.autograd.repeated_calls import draw_seed, seeded
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.autograd.send_recv import record_send
 from zmqgrad.autograd.torch_internals import in_checkpoint
+from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import Description, describe
 from zmqgrad.rpc.hooks import Unwrapped
@@ -89,9 +90,20 @@ class Autograd:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.contexts = Contexts(lambda: worker.hooks.tracer)
+        self.versions = ParameterVersions(self._read_in_calls)
+        self.contexts = Contexts(lambda: worker.hooks.tracer, lambda: self.versions.published)
         self.releases = Releases(worker, self.contexts)
         self.participant = Participant(worker, self.contexts, self.releases.end_passes)
+
+    def _read_in_calls(self) -> None:
+        """Let calls inside contexts read shared parameters. Without these, calls pay nothing for it."""
+        self._worker.hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = self._run_reading
+
+    def _run_reading(self, inbound: Inbound) -> None:
+        message = inbound.message
+        assert isinstance(message, ForwardAutogradReq)
+        with self.versions.reading(fresh=self.contexts.get(message.context_id) is None):
+            self._worker.callee.run(inbound)
 
     def begin(self) -> Context:
         """Create a context."""

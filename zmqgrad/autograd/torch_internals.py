@@ -290,6 +290,16 @@ def _discard(_: torch.Tensor) -> None:
     """A pack hook that keeps nothing of the saved tensor."""
 
 
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """Return how many tensors refer to the storage of ``tensor``, itself included; very many if unknown."""
+    if _use_count is None or tensor.layout is not torch.strided:
+        return 1 << 30
+    return _use_count(tensor.untyped_storage()._cdata) - 1  # the object that this line makes is counted, too
+
+
 # ---- hooks -----------------------------------------------------------------------------------------------
 
 

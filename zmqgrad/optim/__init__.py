@@ -21,13 +21,14 @@ import importlib
 from typing import Any
 
 from zmqgrad.optim.clipping import clip_grad_norm
-from zmqgrad.optim.optimizer import DistributedOptimizer
+from zmqgrad.optim.optimizer import DistributedOptimizer, StepResult
 from zmqgrad.optim.schedule import DistributedLRScheduler
 
 __all__ = [
     "DistributedLRScheduler",
     "DistributedOptimizer",
     "PostLocalSGDOptimizer",
+    "StepResult",
     "ZeroRedundancyOptimizer",
     "as_functional_optim",
     "clip_grad_norm",

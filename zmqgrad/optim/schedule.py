@@ -6,7 +6,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from zmqgrad.optim.optimizer import DistributedOptimizer, LocalOptimizer
+from zmqgrad.optim.local import LocalOptimizer
+from zmqgrad.optim.optimizer import DistributedOptimizer
 from zmqgrad.optim.owners import call_owners
 from zmqgrad.rpc import RRef
 

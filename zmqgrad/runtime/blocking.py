@@ -8,6 +8,7 @@ the pool. Every wait of this library goes through :func:`blocking_section`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -26,6 +27,8 @@ class _ThreadState(threading.local):
     """The pool that the calling thread belongs to."""
     all_depend_on_it: bool = False
     """Whether the calling thread runs what ends all waits, such as the timer."""
+    pause: Callable[[Any], Any] | None = None
+    """Wraps the waits of the calling thread in a context manager that leaves to others what it uses."""
 
     def __init__(self) -> None:
         self.no_pool = threading.RLock()
@@ -59,5 +62,7 @@ def may_wait_for_others() -> bool:
 
 def blocking_section() -> Any:
     """Returns a context manager for a wait in the calling thread."""
-    pool = thread_state.pool
-    return thread_state.no_pool if pool is None else pool.blocked()
+    state = thread_state
+    pool, pause = state.pool, state.pause
+    wait = state.no_pool if pool is None else pool.blocked()
+    return wait if pause is None else pause(wait)

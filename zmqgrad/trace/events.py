@@ -47,6 +47,7 @@ class Tag(enum.IntEnum):
     WAITED = 25
     USAGE = 26
     PEER_LOST = 27
+    STEP_TAKEN = 28
 
 
 class Role(enum.IntEnum):
@@ -263,6 +264,16 @@ class GroupExecuted(_OfPass, frozen=True, tag=17):
     recvs: tuple[tuple[int, int], ...] = ()
 
 
+class StepTaken(_OfContext, frozen=True, tag=28):
+    """``actor`` stepped shared parameters with gradients of ``context``, which were ``staleness`` steps old.
+
+    Not ``applied``: they were older than the optimizer allows.
+    """
+
+    staleness: int
+    applied: bool
+
+
 class RendezvousStep(Event, frozen=True, tag=18):
     """A node of an elastic rendezvous applied ``action`` to the state, in round ``round``."""
 
@@ -369,6 +380,7 @@ AnyEvent = (
     | StackDumped
     | Usage
     | PeerLost
+    | StepTaken
 )
 """All events that the reader of a log yields."""
 

@@ -184,6 +184,9 @@ class Tracer:
         thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
         self._append((Tag.GROUP_EXECUTED, began, thread, self._actor, context, pass_id, took, sends, recvs))
 
+    def step_taken(self, context: int, staleness: int, applied: bool) -> None:
+        self._add(Tag.STEP_TAKEN, context, staleness, applied)
+
     def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
         self._add(Tag.RENDEZVOUS, round_number, action, participants, waiting)
 

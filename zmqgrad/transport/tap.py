@@ -131,6 +131,9 @@ class Tracer(Protocol):
     ) -> None:
         """Groups of a pass ran from ``began`` (``monotonic_ns``) until now."""
 
+    def step_taken(self, context: int, staleness: int, applied: bool) -> None:
+        """An optimizer has stepped shared parameters here, or not, as the gradients were too old."""
+
     def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
         """A node of a rendezvous applied an action to the shared state."""
 

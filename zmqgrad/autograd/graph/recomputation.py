@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from zmqgrad.autograd.versions import unpack
+
 _SAVED: dict[type, tuple[str, ...]] = {}
 """The names of the attributes that are saved tensors, by type of node."""
 
@@ -37,7 +39,7 @@ def has_saved_tensor_hooks(node: Any) -> bool:
             continue  # it has run already, and nothing is saved any more
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
             # Older versions of torch do not tell.
-            if each is not None and getattr(each, "unpack_hook", "unknown") is not None:
+            if each is not None and getattr(each, "unpack_hook", "unknown") not in (None, unpack):
                 return True
     return False
 

@@ -1,0 +1,412 @@
+"""Trainers that share parameters: no step fails, and every gradient is exact for the values that it saw."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zmqgrad import rpc
+from zmqgrad.autograd import backward, context, get_gradients
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.optim import DistributedOptimizer
+from zmqgrad.testing import Cluster, cluster
+from zmqgrad.trace import Job, record
+from zmqgrad.trace.events import StepTaken
+
+
+@pytest.fixture
+def c() -> Iterator[Cluster]:
+    with cluster(3) as made:
+        yield made
+
+
+# ---- what the owner runs ---------------------------------------------------------------------------------
+
+
+class LateSave(torch.autograd.Function):
+    """Saves its inputs after it has used them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        y = x * w
+        ctx.save_for_backward(x, w)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return gradient * w, (gradient * x).sum(0)
+
+
+class Shared(nn.Module):
+    """Parameters that torch saves for backward in all ways: themselves, views of them, in functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.rand(4) + 0.5)
+        self.late = nn.Parameter(torch.rand(4) + 0.5)
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.first.weight  # tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x).tanh()) * self.scale.sin()
+        late: Tensor = LateSave.apply(x, self.late)  # type: ignore[no-untyped-call]
+        result: Tensor = self.last(late * self.scale)
+        return result
+
+
+class Server:
+    """Owns the model, and knows what each context has seen of it."""
+
+    def __init__(self) -> None:
+        self.model = Shared()
+        self.seen: dict[int, list[Tensor]] = {}
+
+    def params(self) -> list[rpc.RRef[Tensor]]:
+        return [rpc.RRef(p) for p in self.model.parameters()]
+
+    def forward(self, key: int, x: Tensor) -> Tensor:
+        """The output of the model, whose values are noted before and after."""
+        before = [p.detach().clone() for p in self.model.parameters()]
+        y = self.model(x)
+        assert all(map(torch.equal, before, self.model.parameters())), "the values changed within a call"
+        self.seen[key] = before
+        return y
+
+    def is_exact(self, key: int, x: Tensor, dx: Tensor) -> bool:
+        """Whether the gradients in this context equal those of one process at the values that it saw."""
+        model, x = Shared(), x.detach().requires_grad_()
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), self.seen.pop(key), strict=True):
+                p.copy_(value)
+        model(x).square().sum().backward()
+        got = get_gradients(key)
+        return all(
+            [
+                torch.equal(got[p], q.grad)
+                for p, q in zip(self.model.parameters(), model.parameters(), strict=True)
+            ]
+        ) and torch.equal(dx, x.grad)
+
+
+def make_server() -> Server:
+    return Server()
+
+
+def params_of(server: rpc.RRef[Server]) -> list[rpc.RRef[Tensor]]:
+    return server.local_value().params()
+
+
+def train(server: rpc.RRef[Server], params: list[rpc.RRef[Tensor]], rank: int, steps: int) -> tuple[int, int]:
+    """Run a trainer. Returns how many of its gradients were exact, and the largest staleness."""
+    optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=0.003, momentum=0.5, versions=True)
+    generator = torch.Generator().manual_seed(rank)
+    exact, stalest = 0, 0
+    for _ in range(steps):
+        x = torch.randn(8, 4, generator=generator).requires_grad_()
+        with context() as ctx:
+            y = server.rpc_sync().forward(ctx, x)
+            backward(ctx, [y.square().sum()])
+            exact += server.rpc_sync().is_exact(ctx, x.detach(), get_gradients(ctx)[x])
+            result = optimizer.step(ctx)
+        assert result.applied
+        stalest = max(stalest, result.staleness)
+    return exact, stalest
+
+
+@pytest.mark.slow
+def test_six_trainers_share_parameters() -> None:
+    steps = 10
+    with cluster(7) as made, made.acting(0):
+        server = rpc.remote(0, make_server)
+        futures = [
+            rpc.rpc_async(rank, train, (server, params_of(server), rank, steps)) for rank in range(1, 7)
+        ]
+        results = [future.wait() for future in futures]
+        assert [exact for exact, _ in results] == [steps] * 6
+        assert max(stalest for _, stalest in results) > 0
+
+
+# ---- when a step gives new memory ------------------------------------------------------------------------
+
+KEPT: dict[str, Any] = {}
+
+
+def make_param(*values: float) -> Tensor:
+    KEPT["p"] = nn.Parameter(torch.tensor(values, dtype=torch.float64))
+    return KEPT["p"]
+
+
+def cube(p: rpc.RRef[Tensor]) -> Tensor:
+    return p.local_value() ** 3
+
+
+def square(p: rpc.RRef[Tensor]) -> Tensor:
+    return p.local_value() ** 2
+
+
+def values_of(p: rpc.RRef[Tensor]) -> list[float]:
+    values: list[float] = p.local_value().tolist()
+    return values
+
+
+def sgd(*params: rpc.RRef[Tensor], **options: Any) -> DistributedOptimizer:
+    return DistributedOptimizer(torch.optim.SGD, params, **{"lr": 0.5, "versions": True, **options})
+
+
+def test_a_step_alone_stays_in_place(c: Cluster) -> None:
+    p = rpc.remote(1, make_param, (2.0,))
+    optimizer = sgd(p)
+    address = KEPT["p"].data_ptr()
+    for expected in (-4.0, -28.0):
+        with context() as ctx:
+            backward(ctx, [rpc.rpc_sync(1, cube, (p,)).sum()])
+            result = optimizer.step(ctx)
+            assert (result.staleness, result.applied, result.loss) == (0, True, None)
+            assert values_of_remote(p) == [expected]
+    assert KEPT["p"].data_ptr() == address
+
+
+def values_of_remote(p: rpc.RRef[Tensor]) -> list[float]:
+    return rpc.rpc_sync(1, values_of, (p,))
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_context_may_go_on_after_its_own_step(c: Cluster, owner: int) -> None:
+    """With another pass over what it has saved; also if the parameter is on its own worker."""
+    p = rpc.remote(owner, make_param, (2.0,))
+    optimizer = sgd(p)
+    with context() as ctx:
+        first, second = (rpc.rpc_sync(owner, cube, (p,)) if owner else cube(p) for _ in range(2))
+        backward(ctx, [first.sum()], retain_graph=True)
+        optimizer.step(ctx)  # to -4
+        backward(ctx, [first.sum()])
+        backward(ctx, [second.sum()])
+        gradient = get_gradients(ctx)[KEPT["p"]] if not owner else rpc.rpc_sync(1, gradient_of, (ctx,))
+        assert gradient.tolist() == [3 * 12.0]
+    assert KEPT["p"].tolist() == [-4.0]
+
+
+def gradient_of(context_id: int) -> Tensor:
+    return get_gradients(context_id)[KEPT["p"]]
+
+
+def in_thread(c: Cluster, rank: int, run: Callable[[], None]) -> None:
+    """Run a trainer of another worker to its end."""
+    failed: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            with c.acting(rank):
+                run()
+        except BaseException as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    if failed:
+        raise failed[0]
+
+
+def step_of_another(
+    c: Cluster, *params: rpc.RRef[Tensor], weights: tuple[float, ...] = (1.0,), lr: float = 0.5
+) -> Any:
+    """A whole iteration of worker 2, from forks of its own. Returns the result of its step."""
+    rpc.rpc_sync(2, keep, (params,))
+    results: list[Any] = []
+
+    def iterate() -> None:
+        mine = KEPT.pop("forks")
+        optimizer = sgd(*mine, lr=lr)
+        with context() as ctx:
+            squares = [rpc.rpc_sync(each.owner(), square, (each,)).sum() for each in mine]
+            backward(ctx, [sum(weight * each for weight, each in zip(weights, squares, strict=True))])
+            results.append(optimizer.step(ctx))
+
+    in_thread(c, 2, iterate)
+    gc.collect()
+    return results[0]
+
+
+def keep(params: tuple[rpc.RRef[Tensor], ...]) -> None:
+    KEPT["forks"] = params
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_what_a_context_has_saved_stays_while_others_step(c: Cluster, owner: int) -> None:
+    p = rpc.remote(owner, make_param, (2.0,))
+    optimizer = sgd(p)
+    before = KEPT["p"]
+    with context() as ctx:
+        y = rpc.rpc_sync(owner, cube, (p,)) if owner else cube(p)
+        assert step_of_another(c, p).staleness == 0  # to 2 - 0.5 * 4 = 0
+        # A thread that is in a context on the owner reads, unless it waits in this library.
+        assert KEPT["p"].tolist() == [0.0 if owner else 2.0]
+        backward(ctx, [y.sum()])
+        result = optimizer.step(ctx)  # 0 - 0.5 * 12: the gradient at 2
+        assert result.staleness == 1
+        assert result.owners == {f"worker{owner}": (1, True)}
+    assert KEPT["p"] is before
+    assert before.tolist() == [-6.0]
+    assert before.grad is None
+
+
+def test_what_is_saved_outside_of_contexts_is_noticed_as_in_torch(c: Cluster) -> None:
+    """Torch saves the parameter itself, which has new memory by now: without a check, a wrong gradient."""
+    p = rpc.remote(1, make_param, (2.0,))
+    sgd(p)
+    outside = KEPT["p"] ** 3
+    with context() as ctx:
+        y = rpc.rpc_sync(1, cube, (p,))
+        step_of_another(c, p)
+        backward(ctx, [y.sum()])
+        assert rpc.rpc_sync(1, gradient_of, (ctx,)).tolist() == [12.0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outside.sum().backward()
+
+
+def change(p: rpc.RRef[Tensor]) -> None:
+    with torch.no_grad():
+        p.local_value().mul_(2)
+
+
+def changed_input(p: rpc.RRef[Tensor]) -> Tensor:
+    inner = p.local_value() * 1
+    result = inner * inner
+    inner.add_(1)
+    return result
+
+
+def test_changes_of_the_program_are_noticed_as_in_torch(c: Cluster) -> None:
+    p = rpc.remote(1, make_param, (2.0,))
+    sgd(p)
+    with context() as ctx:
+        y = rpc.rpc_sync(1, cube, (p,))
+        rpc.rpc_sync(1, change, (p,))
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation.*DoubleTensor.*expected version 0"
+        ):
+            backward(ctx, [y.sum()])
+    with context() as ctx:
+        y = rpc.rpc_sync(1, cube, (p,))
+        rpc.rpc_sync(1, change, (p,))
+        step_of_another(c, p)  # new memory does not hide it
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward(ctx, [y.sum()])
+    with context() as ctx:
+        y = rpc.rpc_sync(1, changed_input, (p,))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward(ctx, [y.sum()])
+
+
+def make_tied() -> Tensor:
+    whole = torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64)
+    KEPT["tied"] = [nn.Parameter(whole[:2]), nn.Parameter(whole[1:])]
+    return KEPT["tied"][0]
+
+
+def other_tied() -> Tensor:
+    return KEPT["tied"][1]
+
+
+def test_parameters_that_share_memory_go_on_to_share_it(c: Cluster) -> None:
+    """And both are stepped, as in one process."""
+    first = rpc.remote(1, make_tied)
+    first.to_here()  # made
+    second = rpc.remote(1, other_tied)
+    optimizer = sgd(first, second, lr=0.25)
+    with context() as ctx:
+        y = rpc.rpc_sync(1, cube, (first,))
+        step_of_another(c, first, second, weights=(1.0, 1.0), lr=0.25)
+        a, b = KEPT["tied"]
+        assert a.tolist() == [1.0, 0.0]  # 3 - 0.25 * 6 - 0.25 * 6
+        assert b.tolist() == [0.0, 2.0]
+        assert a.data_ptr() + 8 == b.data_ptr()
+        backward(ctx, [y.sum()])  # at 2 and 3
+        optimizer.step(ctx)
+        assert a.tolist() == [1.0 - 3.0, 0.0 - 6.75]
+        assert b.tolist() == [0.0 - 6.75, 2.0]
+
+
+# ---- readers ---------------------------------------------------------------------------------------------
+
+GATE = [threading.Event(), threading.Event()]
+
+
+def read_twice(p: rpc.RRef[Tensor], waits: bool) -> tuple[float, float]:
+    """Read before and after a wait: of this library, or one that it knows nothing of."""
+    first = p.local_value().item()
+    GATE[0].set()
+    rpc.rpc_sync(0, wait_for_gate) if waits else wait_for_gate()
+    return first, p.local_value().item()
+
+
+def wait_for_gate() -> None:
+    assert GATE[1].wait(20)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_call_sees_one_version_except_across_waits(c: Cluster, waits: bool) -> None:
+    p = rpc.remote(1, make_param, (2.0,))
+    sgd(p)
+    for gate in GATE:
+        gate.clear()
+    with context():
+        reading = rpc.rpc_async(1, read_twice, (p, waits))
+        assert GATE[0].wait(20)
+        step_of_another(c, p)
+        seen = values_of_remote(p)
+        assert seen == ([0.0] if waits else [2.0]), "published if nobody reads"
+        GATE[1].set()
+        assert reading.wait() == (2.0, 0.0 if waits else 2.0)
+    assert rpc.rpc_sync(1, values_of, (p,)) == [0.0]
+
+
+# ---- staleness -------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_too_old_is_not_taken(c: Cluster) -> None:
+    p = rpc.remote(1, make_param, (1.0,))
+    optimizers = {limit: sgd(p, lr=0.125, max_staleness=limit) for limit in (0, 1, None)}
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, cube, (p,)).sum()])
+        step_of_another(c, p)  # to 0
+        refused = optimizers[0].step(ctx)
+        assert (refused.staleness, refused.applied) == (1, False)
+        assert values_of_remote(p) == [0.0]
+        assert optimizers[1].step(ctx).applied
+        assert values_of_remote(p) == [-0.375]
+        again = optimizers[0].step(ctx)
+        assert (again.staleness, again.applied) == (0, True), "what is newer than its own step counts"
+    for limit, options in ((-1, {}), (1, {"versions": False})):
+        with pytest.raises(
+            ConfigurationError, match="max_staleness must be at least 0, and needs versions=True"
+        ):
+            sgd(p, max_staleness=limit, **options)
+
+
+def test_the_trace_tells_the_staleness(tmp_path: Path) -> None:
+    with record(tmp_path), cluster(3) as c, c.acting(0):
+        p = rpc.remote(1, make_param, (1.0,))
+        strict = sgd(p, max_staleness=0)
+        with context() as ctx:
+            backward(ctx, [rpc.rpc_sync(1, cube, (p,)).sum()])
+            step_of_another(c, p)
+            strict.step(ctx)
+        del p, strict
+        gc.collect()
+    steps = [each.event for each in Job(tmp_path).events() if isinstance(each.event, StepTaken)]
+    assert [(step.staleness, step.applied) for step in steps] == [(0, True), (1, False)]
+    assert steps[1].context == ctx

@@ -1,0 +1,303 @@
+"""Versions of parameters that several trainers share: what a context has saved stays as it was.
+
+A step changes a parameter in place, so the contexts of other trainers that have saved it for backward fail
+("modified by an inplace operation"). A parameter that is *shared* here gets new memory instead (copy on
+write), unless nothing can have seen or saved the old. Three rules make every gradient exact for the values
+that its forward pass has seen:
+
+- What is saved inside a context is saved as an alias of the memory of that moment, as is what is being sent.
+  (Torch saves the parameter itself, which follows the parameter to its new memory.) The storage counts its
+  aliases, so a step knows whether any is left.
+- Calls that run inside a context, and ``with context()`` blocks, are *readers*. A step leaves its new values
+  aside; they are published, all at once, when no thread reads. So a function sees one version from its
+  beginning to its end, except across waits of this library: a thread that waits does not read. Nobody waits
+  for readers, so nothing can deadlock.
+- Getting new memory counts as a change in place for what is saved outside of contexts: torch reports it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+
+from zmqgrad.autograd.torch_internals import storage_users
+from zmqgrad.runtime.blocking import blocking_section, thread_state
+
+if TYPE_CHECKING:
+    from zmqgrad.autograd.context import Context
+
+MAX_STALENESS = 4096
+"""Larger staleness is not told apart: this many of the latest steps are remembered."""
+
+FAIR_SECONDS = 0.1
+"""How long a reader waits for new values to be published before it begins, so that they are published soon
+under constant load. Not longer, as running readers may be waiting for it."""
+
+
+class Version:
+    """The values of a shared parameter in one memory. What has saved them for backward refers to it."""
+
+    __slots__ = ("ended",)
+
+    def __init__(self) -> None:
+        self.ended: int | None = None
+        """The version counter of the parameter when it got new memory."""
+
+
+class SharedParameter:
+    """A parameter of this worker that several trainers step."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.param = param
+        self.version = Version()
+        self.pending: torch.Tensor | None = None
+        """The values of the latest steps, if they are not published yet."""
+        self.steps: deque[int] = deque(maxlen=MAX_STALENESS)
+        """The steps that changed it, by their numbers on this worker."""
+
+    def latest(self) -> torch.Tensor:
+        """Return the values after the latest step."""
+        return self.param.data if self.pending is None else self.pending
+
+    def steps_since(self, number: int) -> int:
+        """Return how many steps later than ``number`` changed it; ``MAX_STALENESS`` if that is too many."""
+        count = 0
+        for step in reversed(self.steps):
+            if step <= number:
+                break
+            count += 1
+        return count
+
+    def end_version(self) -> None:
+        """Note that the published values end here. Before any parameter changes: some share their counter."""
+        self.version.ended, self.version = self.param._version, Version()
+
+    def publish(self) -> None:
+        """Give the parameter the memory of the latest values."""
+        assert self.pending is not None
+        increment_version(self.param)  # before and after: whatever saved it outside of contexts is noticed
+        self.param.data, self.pending = self.pending, None
+        increment_version(self.param)
+
+
+class _Saved:
+    """A tensor that is saved for backward."""
+
+    __slots__ = ("counter", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: Version | None) -> None:
+        self.tensor = tensor
+        self.counter = tensor._version
+        self.version = version
+
+
+def unpack(saved: _Saved) -> torch.Tensor:
+    """Return a saved tensor; raises as torch does if it has been changed in place since."""
+    tensor, version = saved.tensor, saved.version
+    counter = tensor._version if version is None or version.ended is None else version.ended
+    if counter != saved.counter:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {counter}; expected version "
+            f"{saved.counter} instead"
+        )
+    return tensor
+
+
+class ParameterVersions:
+    """The shared parameters of one worker. Thread-safe.
+
+    Args:
+        on_first: called when the first parameter becomes shared.
+    """
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self._on_first = on_first
+        # By id of the parameter, which the value keeps alive; optimizers keep the value.
+        self._shared: weakref.WeakValueDictionary[int, SharedParameter] = weakref.WeakValueDictionary()
+        self._changed = threading.Condition()  # guards all below
+        self._readers = 0
+        self._paused = 0  # readers that wait
+        self._writing = False  # a step changes published values in place
+        self._pending: set[SharedParameter] = set()
+        self._steps = 0
+        self.published = 0
+        """The number of the latest step whose values are published."""
+
+    def share(self, param: torch.Tensor) -> SharedParameter:
+        """Return the state of a parameter, which is shared from now on."""
+        with self._changed:
+            if not self._shared:
+                self._on_first()
+            return self._shared.setdefault(id(param), SharedParameter(param))
+
+    # ---- reading ----------------------------------------------------------------------------------------
+
+    def reading(self, fresh: bool) -> Any:
+        """Return a context manager in which published values do not change, except in waits.
+
+        Args:
+            fresh: whether its context has not been here before; then it begins with the latest values.
+        """
+        return Reading(self, fresh) if self._shared and thread_state.pause is None else nullcontext()
+
+    def begin_reading(self, fresh: bool) -> None:
+        """Count a reader; if ``fresh``, once the latest values are published, or after ``FAIR_SECONDS``."""
+        with self._changed:
+            if self._writing or (fresh and self._pending):
+                with blocking_section():
+                    self._changed.wait_for(lambda: not (self._writing or self._pending), FAIR_SECONDS)
+                    self._changed.wait_for(lambda: not self._writing)
+            self._readers += 1
+
+    def end_reading(self) -> None:
+        """Count a reader less; the last one publishes."""
+        with self._changed:
+            self._readers -= 1
+            self._publish_if_unread()
+
+    @contextmanager
+    def pause(self, wait: Any) -> Iterator[None]:
+        """Do not read in the calling thread, which is a reader, during ``wait``."""
+        thread_state.pause = None
+        with self._changed:
+            self._readers -= 1
+            self._paused += 1
+            self._publish_if_unread()
+        try:
+            with wait:
+                yield
+        finally:
+            with self._changed:  # waits for nothing, as this thread may hold locks of the program
+                self._readers += 1
+                self._paused -= 1
+            thread_state.pause = self.pause
+
+    def pack(self, tensor: torch.Tensor) -> _Saved:
+        """Save a tensor for backward. Not itself: it may refer to the node that saves it."""
+        find = self._shared.get
+        shared = find(id(tensor)) or find(id(tensor._base))
+        return _Saved(tensor.detach(), None if shared is None else shared.version)
+
+    def _publish_if_unread(self) -> None:
+        """Publish all pending values, if no thread reads. The caller holds the lock."""
+        if self._pending and not self._readers:
+            for shared in self._pending:
+                shared.end_version()
+            for shared in self._pending:
+                shared.publish()
+            self._pending.clear()
+            self.published = self._steps
+            self._changed.notify_all()
+
+    # ---- steps ------------------------------------------------------------------------------------------
+
+    def staleness(self, context: Context, params: Sequence[SharedParameter]) -> int:
+        """Return how many steps one of ``params`` is ahead of what ``context`` first read here."""
+        with self._changed:
+            return max([p.steps_since(context.read_at) for p in params], default=0)
+
+    @contextmanager
+    def stepping(self, context: Context, params: Sequence[SharedParameter]) -> Iterator[list[torch.Tensor]]:
+        """Yield the memory in which a step with the gradients of ``context`` may change each of ``params``.
+
+        Steps of one process take turns. On exit the values count as the latest ones.
+        """
+        reads = thread_state.pause is not None
+        with self.pause(nullcontext()) if reads else nullcontext():
+            with self._changed:
+                others = self._readers + self._paused - reads
+                in_place = not (others or self._pending or any(map(self._is_held, params)))
+                self._writing = in_place
+                affected = params if in_place else self._with_siblings(params)
+                memory = {p: p.pending for p in affected if p.pending is not None}
+                for p in memory:  # while it changes, nobody publishes it
+                    p.pending = None
+                self._pending.difference_update(memory)
+            try:
+                if not in_place:
+                    memory |= _copies([p for p in affected if p not in memory])
+                yield [p.param.data if in_place else memory[p] for p in params]
+            finally:
+                with self._changed:
+                    self._finish_step(params, memory)
+                    context.read_at = self.published
+
+    def _finish_step(
+        self, params: Sequence[SharedParameter], memory: dict[SharedParameter, torch.Tensor]
+    ) -> None:
+        self._steps += 1
+        for p in params:
+            p.steps.append(self._steps)
+        for p, pending in memory.items():
+            p.pending = pending
+        self._pending.update(memory)
+        if self._writing:
+            for p in params:
+                increment_version(p.param)
+            self._writing, self.published = False, self._steps
+            self._changed.notify_all()
+        self._publish_if_unread()
+
+    def _is_held(self, shared: SharedParameter) -> bool:
+        """Whether anything but shared parameters refers to the memory of one."""
+        users = storage_users(shared.param)
+        return users > 1 and users > len(self._with_siblings([shared]))
+
+    def _with_siblings(self, params: Sequence[SharedParameter]) -> list[SharedParameter]:
+        """Return ``params`` and the shared parameters that lie in the same storages."""
+        storages = {_storage_of(p) for p in params}
+        return [p for p in self._shared.values() if _storage_of(p) in storages]
+
+
+def _storage_of(shared: SharedParameter) -> int:
+    latest = shared.latest()
+    if latest.layout is not torch.strided:
+        return id(shared)
+    return latest.untyped_storage().data_ptr() or id(shared)
+
+
+def _copies(params: Sequence[SharedParameter]) -> dict[SharedParameter, torch.Tensor]:
+    """Return copies of parameters; those that lie in one storage lie in one storage again."""
+    together: dict[int, list[SharedParameter]] = {}
+    for p in params:
+        together.setdefault(_storage_of(p), []).append(p)
+    copies: dict[SharedParameter, torch.Tensor] = {}
+    for members in together.values():
+        data = [p.param.data for p in members]
+        if len(members) == 1:
+            copies[members[0]] = data[0].clone()
+            continue
+        storage: Any = data[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
+        for p, old in zip(members, data, strict=True):
+            place = old.storage_offset(), old.size(), old.stride()
+            copies[p] = torch.empty(0, dtype=old.dtype, device=old.device).set_(storage, *place)
+    return copies
+
+
+class Reading:
+    """Context manager that makes the calling thread a reader: see :class:`ParameterVersions`."""
+
+    def __init__(self, versions: ParameterVersions, fresh: bool) -> None:
+        self._versions = versions
+        self._fresh = fresh
+        self._hooks = saved_tensors_hooks(versions.pack, unpack)
+
+    def __enter__(self) -> None:
+        self._versions.begin_reading(self._fresh)
+        self._thread = threading.get_ident()
+        self._hooks.__enter__()
+        thread_state.pause = self._versions.pause
+
+    def __exit__(self, *error: object) -> None:
+        if threading.get_ident() == self._thread:  # otherwise that thread keeps them, without effect
+            thread_state.pause = None
+            self._hooks.__exit__(*error)
+        self._versions.end_reading()
