@@ -3,16 +3,17 @@
     python examples/parameter_server.py
     python examples/parameter_server.py --backend torch    # the same over torch's own RPC
 
-Worker 0 owns the model. Each of the other workers is a trainer with data of its own: it pulls the parameters,
-computes gradients with them, and pushes the gradients back, which updates the model. Both are calls of
-methods on the server's object, through a remote reference (RRef). The trainers do not wait for each other.
+Worker 0 owns the model. Each of the other workers is a trainer with data of its own: it calls the model,
+differentiates its loss through the call, and steps the parameters where they are. The trainers do not wait
+for each other. So one of them steps while another is between its forward and its backward pass: with torch
+the latter fails, as the values that it needs have been overwritten. With ``versions=True`` a step gives the
+parameters new memory instead, and each gradient is exact for the values that its forward pass has seen.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import threading
 
 import torch
 import torch.multiprocessing as mp
@@ -27,8 +28,16 @@ OPTIONS = parser.parse_args()
 
 if OPTIONS.backend == "torch":
     from torch.distributed import rpc
+    from torch.distributed.autograd import backward, context
+    from torch.distributed.optim import DistributedOptimizer
+
+    SHARED = {}  # torch has nothing of the kind
 else:
     from zmqgrad import rpc
+    from zmqgrad.autograd import backward, context
+    from zmqgrad.optim import DistributedOptimizer
+
+    SHARED = {"versions": True, "max_staleness": 20}
 
 BATCH_SIZE = 64
 ARMS = 3
@@ -48,31 +57,22 @@ def make_spirals(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class ParameterServer:
-    """Owns the model and its optimizer.
-
-    The trainers call its methods. The calls run in several threads, so a lock guards the model.
-    """
+    """Owns the model. The trainers call its methods; the calls run in several threads."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = make_model()
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.lock = threading.Lock()
 
-    def pull(self) -> list[Tensor]:
-        """Return a copy of the parameters."""
-        with self.lock:
-            return [parameter.detach().clone() for parameter in self.model.parameters()]
+    def parameters(self) -> list[rpc.RRef]:
+        """Return references to the parameters."""
+        return [rpc.RRef(parameter) for parameter in self.model.parameters()]
 
-    def push(self, gradients: list[Tensor]) -> None:
-        """Update the model with the gradients of one batch."""
-        with self.lock:
-            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            self.optimizer.step()
+    def classify(self, points: Tensor) -> Tensor:
+        """Return the output of the model, shape (count, arms)."""
+        return self.model(points)
 
 
-def train(server: rpc.RRef, rank: int) -> list[float]:
+def train(server: rpc.RRef, rank: int) -> tuple[list[float], int, int]:
     """Run all steps of one trainer, on that trainer.
 
     Args:
@@ -80,20 +80,26 @@ def train(server: rpc.RRef, rank: int) -> list[float]:
         rank: of the trainer; it determines the data.
 
     Returns:
-        The loss of each step.
+        The loss of each step, the number of steps that failed, and the largest staleness of a gradient: how
+        many steps of others it did not see.
     """
-    model = make_model()
+    parameters = server.rpc_sync().parameters()
+    optimizer = DistributedOptimizer(torch.optim.Adam, parameters, lr=0.005, **SHARED)
     points, arms = make_spirals(BATCH_SIZE * OPTIONS.steps, seed=rank)
-    losses = []
+    losses, failed, stalest = [], 0, 0
     for batch_points, batch_arms in zip(points.split(BATCH_SIZE), arms.split(BATCH_SIZE), strict=True):
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), server.rpc_sync().pull(), strict=True):
-                parameter.copy_(value)
-        loss = cross_entropy(model(batch_points), batch_arms)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        server.rpc_sync().push(list(gradients))
+        try:
+            with context() as context_id:
+                loss = cross_entropy(server.rpc_sync().classify(batch_points), batch_arms)
+                backward(context_id, [loss])
+                result = optimizer.step(context_id)
+        except RuntimeError:  # "modified by an inplace operation": over torch only
+            failed += 1
+            continue
         losses.append(loss.item())
-    return losses
+        if result is not None:
+            stalest = max(stalest, result.staleness)
+    return losses, failed, stalest
 
 
 @torch.no_grad()
@@ -111,8 +117,9 @@ def run_server(trainers: int) -> None:
     futures = [
         rpc.rpc_async(f"trainer{rank}", train, args=(server_rref, rank)) for rank in range(1, trainers + 1)
     ]
-    for rank, losses in enumerate(torch.futures.wait_all(futures), start=1):
+    for rank, (losses, failed, stalest) in enumerate(torch.futures.wait_all(futures), start=1):
         print(f"trainer {rank}: loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last")
+        print(f"           {failed} of {OPTIONS.steps} steps failed; staleness at most {stalest}")
     print(f"accuracy after training: {accuracy(server.model):.1%}", flush=True)
 
 

@@ -147,6 +147,8 @@ def test_a_parameter_server_trains_a_model_that_classifies_spirals(backend: str)
     losses = re.findall(r"trainer \d: loss ([\d.]+) at the first step, ([\d.]+) at the last", output)
     assert len(losses) == 2
     assert all(float(last) < 0.5 * float(first) for first, last in losses)
+    if backend == "zmqgrad":  # over torch, many of them fail
+        assert re.findall(r"(\d+) of 150 steps failed", output) == ["0", "0"]
 
 
 @pytest.mark.slow
