@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.errors import ConfigurationError
-from zmqgrad.optim import DistributedOptimizer
+from zmqgrad.errors import AutogradError, ConfigurationError
+from zmqgrad.optim import DistributedLRScheduler, DistributedOptimizer, clip_grad_norm
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.trace import Job, record
 from zmqgrad.trace.events import StepTaken
@@ -410,3 +410,92 @@ def test_the_trace_tells_the_staleness(tmp_path: Path) -> None:
     steps = [each.event for each in Job(tmp_path).events() if isinstance(each.event, StepTaken)]
     assert [(step.staleness, step.applied) for step in steps] == [(0, True), (1, False)]
     assert steps[1].context == ctx
+
+
+# ---- groups, closures, scaled losses ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_closures_and_schedules(c: Cluster) -> None:
+    p = rpc.remote(1, make_param, (2.0,))
+    for versions in (True, False):
+        optimizer = sgd(p, versions=versions, lr=1.0)
+        schedule = DistributedLRScheduler(optimizer, torch.optim.lr_scheduler.StepLR, step_size=1)
+        with context() as ctx:
+
+            def closure(ctx: int = ctx) -> float:
+                loss = rpc.rpc_sync(1, square, (p,)).sum()
+                backward(ctx, [loss])
+                return loss.item()
+
+            result = optimizer.step(ctx, closure)
+            assert (result.loss if versions else result) == 4.0
+        schedule.step()
+        assert schedule.get_last_lr() == {"worker1": [0.1]}
+    assert KEPT["p"].tolist() == [2.0]  # to -2 and back
+
+
+@pytest.mark.parametrize("versions", [False, True])
+def test_groups_are_added_and_changed_on_all_owners(c: Cluster, versions: bool) -> None:
+    local = [torch.nn.Parameter(torch.full((2,), float(n), dtype=torch.float64)) for n in range(3)]
+    reference = torch.optim.SGD([local[0]], lr=1.0, momentum=0.9)
+    params = [rpc.remote(to, make_constant, (n,)) for n, to in enumerate([1, 1, 2])]
+    optimizer = sgd(params[0], lr=1.0, momentum=0.9, versions=versions)
+    reference.add_param_group({"params": local[1:], "lr": 0.5})
+    optimizer.add_param_group({"params": params[1:], "lr": 0.5})
+    for step in range(3):
+        for groups in (reference.param_groups, optimizer.param_groups):
+            groups[1]["lr"] = 0.1 * (step + 1)
+        assert [group["lr"] for group in optimizer.param_groups] == [g["lr"] for g in reference.param_groups]
+        reference.zero_grad()
+        torch.stack(list(local)).sin().sum().backward()
+        reference.step()
+        with context() as ctx:
+            backward(ctx, [torch.stack([p.to_here() for p in params]).sin().sum()])
+            optimizer.step(ctx)
+    for p, expected in zip(params, local, strict=True):
+        assert torch.equal(p.to_here(), expected)
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        optimizer.add_param_group({"params": params[0]})
+    with pytest.raises(ConfigurationError, match=r"\['params'\]\[0\] must be an RRef"):
+        optimizer.add_param_group({"params": [local[0]]})
+
+
+def make_constant(value: int) -> Tensor:
+    return torch.nn.Parameter(torch.full((2,), float(value), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_"])
+def test_scaled_losses_equal_those_of_one_process(c: Cluster, unscales: bool) -> None:
+    """With one infinite gradient: that step is skipped on all owners, and the scale is halved."""
+    local = [make_float(n) for n in range(2)]
+    reference, here = torch.optim.SGD(local, lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    params = [rpc.remote(to, make_float, (n,)) for n, to in enumerate([1, 2])]
+    optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for factor in (1.0, float("inf"), 2.0):
+        reference.zero_grad()
+        here.scale((local[0] * local[1] * factor).sum()).backward()
+        if unscales:
+            here.unscale_(reference)
+            torch.nn.utils.clip_grad_norm_(local, 0.5)
+        here.step(reference)
+        here.update()
+        with context() as ctx:
+            a, b = (p.to_here() for p in params)
+            backward(ctx, [scaler.scale((a * b * factor).sum())])
+            if unscales:
+                scaler.unscale_(optimizer)  # type: ignore[arg-type]
+                clip_grad_norm(ctx, params, 0.5)
+            scaler.step(optimizer, ctx)  # type: ignore[arg-type]
+            scaler.update()
+        assert scaler.get_scale() == here.get_scale()
+        for p, expected in zip(params, local, strict=True):
+            torch.testing.assert_close(p.to_here(), expected)
+    assert scaler.get_scale() == 512.0
+    with pytest.raises(AutogradError, match="inside 'with context\\(\\)'"):
+        scaler.unscale_(optimizer)  # type: ignore[arg-type]
+
+
+def make_float(value: int) -> Tensor:
+    return torch.nn.Parameter(torch.full((2,), value + 1.5))

@@ -138,6 +138,45 @@ class LocalOptimizer:
             )
         return found[1]
 
+    def add_param_group(self, group: Group) -> None:
+        """Add a group of parameters of this worker, possibly an empty one."""
+        torch_internals.call(self.optimizer, "add_param_group", self._aliased(group))
+        self._let_go()
+
+    def options(self) -> list[Group]:
+        """Return the options of all groups."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    def set_option(self, group: int, name: str, value: Any) -> None:
+        """Set an option of a group, such as ``lr``."""
+        self.optimizer.param_groups[group][name] = value
+
+    def unscale(self, context_id: int, inverse: float) -> bool:
+        """Multiply the gradients in a context by ``inverse``. Returns whether any was infinite or nan.
+
+        Raises:
+            ValueError: if a gradient has dtype float16, as in torch.
+        """
+        params = [p for _, p in self._params.values()]
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        context = get_context(context_id)
+        for param, gradient in zip(params, gradients_of(context_id, params), strict=True):
+            if gradient is None:
+                continue
+            if gradient.dtype is torch.float16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            if gradient.is_sparse:
+                gradient = gradient.coalesce()
+                context.replace(param, gradient)
+                gradient = gradient._values()
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        found = False
+        for (device, _), gradients in by_kind.items():
+            flag, factor = torch.zeros((), device=device), torch.tensor(inverse, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
+            found |= bool(flag.item())
+        return found
+
     def state(self) -> dict[str, Any]:
         """Return a copy of the state dictionary, whose tensors a local caller does not share either."""
         return copy.deepcopy(torch_internals.call(self.optimizer, "state_dict"))

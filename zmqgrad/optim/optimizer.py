@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.optim.groups import ParamGroup, RemoteParameters
 from zmqgrad.optim.local import Group, LocalOptimizer, Sharing, make
 from zmqgrad.optim.owners import as_list, call_method, call_owners, group_by_owner
 from zmqgrad.rpc import RRef
@@ -99,6 +101,49 @@ class DistributedOptimizer:
         staleness = max(staleness for staleness, _ in owners.values())
         return StepResult(staleness, all(applied for _, applied in owners.values()), owners, loss)
 
+    def add_param_group(self, group: Mapping[str, Any]) -> None:
+        """Add a parameter group, whose parameters may be owned by further workers.
+
+        Args:
+            group: a dictionary with ``params``, references, and options.
+
+        Raises:
+            ConfigurationError: if an item is not a reference, or there are none.
+            Exception: the error of an owner, such as that of a parameter that is in another group.
+        """
+        added = _groups_by_owner([group])
+        former = next(iter(call_method(dict([next(iter(self._locals.items()))]), "options").values()))
+        empty = [{**options, "params": []} for options in former]
+        options = {k: v for k, v in group.items() if k != "params"}
+        call_owners(
+            _add,
+            {
+                owner: (local, *added.get(owner, [{**options, "params": []}]))
+                for owner, local in self._locals.items()
+            },
+        )
+        further = {owner: mine for owner, mine in added.items() if owner not in self._locals}
+        self._locals |= call_owners(
+            make, {owner: (self._class, [*empty, *mine], *self._how) for owner, mine in further.items()}
+        )
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """The options of all groups, as the first owner has them. Setting one sets it on all owners.
+
+        ``params`` of the first group holds one tensor that stands for all parameters, so that
+        ``torch.amp.GradScaler`` works inside ``with context()``: ``scaler.step(optimizer, context_id)``.
+        """
+        (options,) = call_method(dict([next(iter(self._locals.items()))]), "options").values()
+        remote = RemoteParameters.of(partial(call_method, self._locals, "unscale"))
+        return [
+            ParamGroup(
+                {"params": [] if n else [remote], **group},
+                partial(call_method, self._locals, "set_option", n),
+            )
+            for n, group in enumerate(options)
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states of all optimizers, by the names of their owners."""
         return call_method(self._locals, "state")
@@ -126,6 +171,10 @@ class DistributedOptimizer:
 
 def _load(local: RRef[LocalOptimizer], state: dict[str, Any]) -> None:
     local.local_value().load(state)
+
+
+def _add(local: RRef[LocalOptimizer], group: Group) -> None:
+    local.local_value().add_param_group(group)
 
 
 def _groups_by_owner(params_rref: Any) -> dict[str, list[Group]]:
