@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from tests.autograd.contexts import wait_until_released
 from tests.support.processes import run_processes
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context, get_gradients
+from zmqgrad.autograd import backward, context, get_gradients, grad
 from zmqgrad.errors import AutogradError, PayloadError
 from zmqgrad.testing import Cluster, cluster
 
@@ -199,8 +199,13 @@ def test_retained_graphs() -> None:
 
 @row("`create_graph=True`")
 def test_create_graph() -> None:
-    with context() as ctx, pytest.raises(TypeError, match="create_graph"):
-        backward(ctx, [call(square, leaf(1)).sum()], create_graph=True)  # type: ignore[call-arg]
+    x = leaf(1, 2)
+    with context() as ctx:
+        cube = call(square, x) * x
+        (first,) = grad(ctx, cube.sum(), x, create_graph=True)
+        assert first is not None
+        backward(ctx, [call(square, first).sum()])  # of (3 x^2)^2
+        assert get_gradients(ctx)[x].tolist() == [36, 288]
 
 
 @row("`torch.utils.checkpoint` in a stage, with `use_reentrant=False`")

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.autograd.contexts import wait_until_released
-from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
+from tests.support.programs import _OPS as operations
+from tests.support.programs import (
+    Gradients,
+    Program,
+    assert_same,
+    gradients_here,
+    gradients_over_rpc,
+    higher_here,
+    higher_over_rpc,
+    programs,
+)
 from zmqgrad.autograd.engine import executor
 from zmqgrad.autograd.engine.participant import MODES
 from zmqgrad.autograd.graph import accumulate
@@ -49,11 +59,17 @@ ACROSS = 3
 """Messages that may overtake a delayed one; fewer than are sent meanwhile, or else it waits for the end."""
 
 
-def check(c: Cluster, program: Program, mode: str) -> None:
-    expected = gradients_here(program)
+def check(
+    c: Cluster,
+    program: Program,
+    mode: str,
+    here: Callable[[Program], Gradients] = gradients_here,
+    over_rpc: Callable[[Program, str], Gradients] = gradients_over_rpc,
+) -> None:
+    expected = here(program)
     with c.acting(program.driver):
         try:
-            assert_same(gradients_over_rpc(program, mode), expected)
+            assert_same(over_rpc(program, mode), expected)
         except AutogradError as e:
             # fast mode may refuse a program, but must not hang or give other numbers
             if mode != "fast" or "in FAST mode" not in str(e):
@@ -129,6 +145,24 @@ def test_groups_run_node_by_node_give_the_same(monkeypatch: pytest.MonkeyPatch) 
             check(c, program, "auto")
 
         gradients_equal()
+        wait_until_released(c)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_derivatives_of_any_order_equal_those_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, hooks: bool
+) -> None:
+    once = "one of two"  # its derivative cannot be differentiated
+    monkeypatch.setitem(operations, once, lambda a, b: (a.sin() * 0.5,))
+    with cluster(3, OPTIONS) as c:
+
+        @settings(max_examples=settings().max_examples // 2)
+        @given(programs(3, all_used=False, hooks=hooks))
+        def derivatives_equal(program: Program) -> None:
+            for mode in MODES:
+                check(c, program, mode, higher_here, higher_over_rpc)
+
+        derivatives_equal()
         wait_until_released(c)
 
 

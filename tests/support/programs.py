@@ -26,6 +26,7 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
+from zmqgrad.autograd import grad as dist_grad
 
 SIDE = 2
 HOWS = ("sync", "async", "remote")
@@ -693,15 +694,24 @@ def gradients_over_rpc(program: Program, mode: str = "auto") -> Gradients:
 
     Where the program runs in several contexts at a time, all have the same gradients.
     """
-    holders = [
-        [rpc.remote(home, make_leaf, args=(i, _hook(program, i))) for i, home in enumerate(program.leaves)],
-        [rpc.remote(home, make_layer, args=(i,)) for i, home in enumerate(program.layers)],
-        [rpc.remote(home, make_table, args=(i,)) for i, home in enumerate(program.tables)],
-    ]
+    holders = _holders(program)
     found = at_once(program.contexts, lambda _: _in_a_context(program, holders, mode))
     for other in found[1:]:
         assert_same(other, found[0])
     return found[0]
+
+
+def _holders(program: Program) -> list[list[rpc.RRef[Any]]]:
+    return [
+        [rpc.remote(home, make_leaf, args=(i, _hook(program, i))) for i, home in enumerate(program.leaves)],
+        [rpc.remote(home, make_layer, args=(i,)) for i, home in enumerate(program.layers)],
+        [rpc.remote(home, make_table, args=(i,)) for i, home in enumerate(program.tables)],
+    ]
+
+
+def _all_gradients(context_id: int, holders: list[list[rpc.RRef[Any]]]) -> Gradients:
+    asked = [rpc.rpc_async(r.owner(), gradients_of, (context_id, r)) for some in holders for r in some]
+    return [gradient for answer in asked for gradient in answer.wait()]
 
 
 def _hook(program: Program, leaf: int) -> str:
@@ -721,8 +731,50 @@ def _in_a_context(program: Program, holders: list[list[rpc.RRef[Any]]], mode: st
         else:
             for i in range(len(starts)):
                 differentiate(i)
-        asked = [rpc.rpc_async(r.owner(), gradients_of, (context_id, r)) for some in holders for r in some]
-        return [gradient for answer in asked for gradient in answer.wait()]
+        return _all_gradients(context_id, holders)
+
+
+Grad = Callable[[Sequence[Tensor], Sequence[Any]], Sequence[Tensor | None]]
+"""Gives the gradients of roots with respect to parameters, which may be used or not, with their history."""
+
+
+def _higher(roots: Sequence[Tensor], leaves: Sequence[Any], grad: Grad) -> tuple[Gradients, list[Tensor]]:
+    """First and second derivatives, and what third ones begin with."""
+    found: Gradients = []
+    for _ in range(2):
+        if roots:
+            gradients = grad(roots, leaves)
+            found += gradients
+            roots = [(g * g).sum() for g in gradients if g is not None and g.requires_grad]
+    return found, list(roots)
+
+
+def higher_here(program: Program) -> Gradients:
+    """The first and second derivatives by the leaves, and the third ones by all parameters, of torch."""
+    world = _Here(program)
+
+    def grad(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(roots, leaves, create_graph=True, allow_unused=True)
+
+    found, roots = _higher(_roots(program, world), world.leaves, grad)
+    if roots:
+        torch.autograd.backward(roots)
+    holders = [*world.leaves, *world.layers, *world.tables]
+    return [*found, *(leaf.grad for holder in holders for leaf in leaves_of(holder))]
+
+
+def higher_over_rpc(program: Program, mode: str = "auto") -> Gradients:
+    """As :func:`higher_here`, of zmqgrad."""
+    holders = _holders(program)
+    with context() as context_id:
+
+        def grad(roots: Sequence[Tensor], leaves: Sequence[Any]) -> Sequence[Tensor | None]:
+            return dist_grad(context_id, roots, leaves, create_graph=True, allow_unused=True, mode=mode)
+
+        found, roots = _higher(_roots(program, _OverRpc(*holders)), holders[0], grad)
+        if roots:
+            backward(context_id, roots, mode=mode)
+        return [*found, *_all_gradients(context_id, holders)]
 
 
 T = TypeVar("T")
@@ -743,4 +795,4 @@ def assert_same(ours: Gradients, expected: Gradients) -> None:
         if mine is not None and its is not None:
             assert mine.is_sparse == its.is_sparse
             mine, its = (t.to_dense() if t.is_sparse else t for t in (mine, its))
-            torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-12, equal_nan=True)

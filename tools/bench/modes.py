@@ -25,6 +25,7 @@ from zmqgrad import rpc
 from zmqgrad.autograd import backward, context
 from zmqgrad.autograd.api import get_context
 from zmqgrad.autograd.engine.executor import LocalPass
+from zmqgrad.wire.messages import PassOptions
 
 NODES = 10_000
 SIDE = 32
@@ -112,7 +113,7 @@ def _share(loss: Loss, budget: Budget) -> float:
         with context() as context_id:
             root = loss()
             here = get_context(context_id)
-            return seconds_of(lambda: LocalPass(here, rpc.get_worker_info().id, True, [root]))
+            return seconds_of(lambda: LocalPass(here, rpc.get_worker_info().id, PassOptions(True), [root]))
 
     found = budget.medians({"plan": planned, "pass": _in_mode(loss, "auto")})
     return found["plan"] / found["pass"]

@@ -17,7 +17,7 @@ registers its hooks with the worker.
 
 from __future__ import annotations
 
-from zmqgrad.autograd.api import backward, context, get_gradients
+from zmqgrad.autograd.api import backward, context, get_gradients, grad
 from zmqgrad.autograd.forwarding import install
 from zmqgrad.autograd.inspection import (
     DistAutogradContext,
@@ -52,6 +52,7 @@ __all__ = [
     "draw_context",
     "get_debug_info",
     "get_gradients",
+    "grad",
     "install",
     "is_available",
 ]

@@ -11,11 +11,14 @@ import torch
 from zmqgrad.autograd.context import ActiveContext, Context, check_not_nested
 from zmqgrad.autograd.engine.participant import MODES
 from zmqgrad.autograd.forwarding import autograd_of
+from zmqgrad.autograd.grads import Input, RequestedInputs
 from zmqgrad.autograd.profiling import PASS_NAME, profiled
-from zmqgrad.autograd.roots import check_roots
+from zmqgrad.autograd.roots import check_inputs, check_outputs, check_roots
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.wire.messages import PassOptions
 from zmqgrad.wire.tensors.streams import wait_for_default_streams
 
 
@@ -62,7 +65,11 @@ class context:
 
 
 def backward(
-    context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, mode: str = "auto"
+    context_id: int,
+    roots: Sequence[torch.Tensor],
+    retain_graph: bool = False,
+    mode: str = "auto",
+    create_graph: bool = False,
 ) -> None:
     """Run one backward pass from ``roots`` on all workers of the context.
 
@@ -79,7 +86,10 @@ def backward(
             names the calls without a gradient (torch waits until its timeout). A call that no waiting part
             depends on may stay without one: that is no error. "smart" first finds out which calls will never
             get a gradient, by a round of small messages. "auto" starts like fast and continues like smart
-            only where fast would raise.
+            only where fast would raise. After a pass with ``create_graph``, fast is the same as auto: what
+            the first pass sent is usually not all that the second one reaches.
+        create_graph: whether to record the pass itself on all workers, so that its gradients require grad and
+            can be differentiated in the same context. Implies ``retain_graph``.
 
     Raises:
         AutogradError: if the context is not known here, a root is invalid, or, in fast mode, a part of the
@@ -88,12 +98,66 @@ def backward(
             well, and names the worker.
     """
     _check_id(context_id)
-    if mode not in MODES:
-        raise AutogradError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    _check_mode(mode)
     autograd = autograd_of(current_worker())
     found = autograd.contexts.find(context_id)
+    options = PassOptions(bool(retain_graph or create_graph), bool(create_graph))
     with profiled(PASS_NAME):
-        autograd.participant.run(found, check_roots(roots), bool(retain_graph), mode)
+        autograd.participant.run(found, check_roots(roots), options, mode)
+
+
+def grad(
+    context_id: int,
+    outputs: torch.Tensor | Sequence[torch.Tensor],
+    inputs: Input | Sequence[Input],
+    grad_outputs: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    mode: str = "auto",
+) -> tuple[torch.Tensor | None, ...]:
+    """Compute the gradients of ``outputs`` with respect to ``inputs``, as ``torch.autograd.grad``.
+
+    Nothing is accumulated, in the context or elsewhere.
+
+    Args:
+        context_id: the id that :class:`context` yielded.
+        outputs: tensors of this worker, of any shape.
+        inputs: tensors of this worker, or RRefs to tensors of any worker; all require grad.
+        grad_outputs: the gradients of ``outputs``; None, for all or one of them: ones for a scalar.
+        retain_graph: whether to keep the graphs for another pass; None: if ``create_graph``.
+        create_graph: whether the gradients can be differentiated in the same context.
+        allow_unused: whether inputs without a gradient give None instead of an error.
+        mode: as for :func:`backward`.
+
+    Returns:
+        The gradient of each input, on this worker. That of an RRef arrives by a call in the context: with
+        ``create_graph`` a later pass leads back through it.
+
+    Raises:
+        AutogradError: if the context is not known here, an argument is invalid, or an input is not used.
+        Exception: as :func:`backward`.
+    """
+    _check_id(context_id)
+    _check_mode(mode)
+    worker = current_worker()
+    autograd = autograd_of(worker)
+    found = autograd.contexts.find(context_id)
+    roots, gradients = check_outputs(outputs, grad_outputs, create_graph)
+    wanted = check_inputs(inputs, RRef)
+    keep = create_graph if retain_graph is None else retain_graph
+    options = PassOptions(bool(keep or create_graph), bool(create_graph), accumulate=False)
+    requested = RequestedInputs(worker, found, options, wanted)
+    with profiled(PASS_NAME):
+        autograd.participant.run(found, roots, options, mode, gradients, requested)
+    if not allow_unused and any(each is None for each in requested.gradients):
+        unused = ", ".join(f"inputs[{i}]" for i, each in enumerate(requested.gradients) if each is None)
+        raise AutogradError(
+            f"One of the differentiated Tensors appears to not have been used in the graph: {unused}. "
+            f"Set allow_unused=True if this is the desired behavior."
+        )
+    wait_for_default_streams([each for each in requested.gradients if each is not None])
+    return tuple(requested.gradients)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -113,6 +177,11 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     gradients = get_context(context_id).gradients()
     wait_for_default_streams(gradients.values())
     return gradients
+
+
+def _check_mode(mode: object) -> None:
+    if mode not in MODES:
+        raise AutogradError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
 
 
 def _check_id(context_id: object) -> None:

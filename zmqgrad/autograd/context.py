@@ -7,6 +7,7 @@ call.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zmqgrad.autograd.graph.sums import OrderedSum, Place, added
-from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv
+from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, record_send
 from zmqgrad.errors import AutogradError
 from zmqgrad.transport.tap import Tracer
-from zmqgrad.wire.ids import show_id, split_id
+from zmqgrad.wire.ids import IdSource, show_id, split_id
 
 if TYPE_CHECKING:
     from zmqgrad.autograd.engine.executor import LocalPass
@@ -38,6 +39,8 @@ class Context:
         self.id = context_id
         self.read_at = read_at
         """The latest step of shared parameters that it saw here when it began, or after its own last step."""
+        self.has_history = False
+        """Whether a pass with ``create_graph`` was recorded: later passes need not reach all sends."""
         self.released = released
         """Whether the context has ended. Messages still in flight are not recorded any more."""
         self._lock = threading.Lock()  # guards sends, recvs, gradients, open sums and storages
@@ -73,6 +76,27 @@ class Context:
         """Add a send whose message is about to be sent."""
         with self._lock:
             self._sends[send.autograd_id] = send
+
+    def record(
+        self, ids: IdSource, peer: int, tensors: Iterable[torch.Tensor], describe: Callable[[], str]
+    ) -> int:
+        """Add a send of those of ``tensors`` that require grad, which are about to be sent to ``peer``.
+
+        Args:
+            ids: makes the autograd id.
+            peer: the worker that will receive them.
+            tensors: all tensors of the message.
+            describe: names the call, for errors.
+
+        Returns:
+            The autograd id; 0 if none of them requires grad.
+        """
+        differentiable = list(filter(_requires_grad, tensors))
+        if not differentiable:
+            return 0
+        autograd_id = ids.next()
+        self.add_send(record_send(autograd_id, peer, differentiable, describe()))
+        return autograd_id
 
     def remove_send(self, autograd_id: int) -> None:
         """Remove a send whose message could not be sent."""
@@ -214,6 +238,9 @@ class Context:
 
     def _unshared(self, gradient: torch.Tensor, shared: bool) -> torch.Tensor:
         """Return ``gradient``, or a copy of it if its memory is used elsewhere. The caller holds the lock."""
+        if gradient.requires_grad:  # its own graph may hold it
+            with torch.enable_grad():
+                return gradient.clone()
         if gradient.layout is not torch.strided:
             return gradient.clone() if shared else gradient
         if gradient._is_zerotensor():  # it has no memory at all, and is immutable
@@ -245,6 +272,8 @@ class Context:
     def __repr__(self) -> str:
         return f"<Context {show_id(self.id)}: {len(self._sends)} sends, {len(self._gradients)} gradients>"
 
+
+_requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
 
 _active_context: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
 _wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_wants_result_grad", default=True)

@@ -7,8 +7,8 @@ releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -25,7 +25,6 @@ from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.repeated_calls import draw_seed, seeded
 from zmqgrad.autograd.roots import check_roots
-from zmqgrad.autograd.send_recv import record_send
 from zmqgrad.autograd.torch_internals import in_checkpoint
 from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.errors import AutogradError
@@ -42,6 +41,7 @@ from zmqgrad.wire.messages import (
     ForwardAutogradResp,
     Message,
     MessageType,
+    PassOptions,
     Payload,
     RemoteCall,
     RemoteResult,
@@ -52,9 +52,6 @@ from zmqgrad.wire.messages import (
 
 _CALLS = (Call, RemoteCall, RRefFetch)
 _WRAPPED = (*_CALLS, Result, RemoteResult, RRefValue)
-
-
-_requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 def install(worker: Worker) -> None:
@@ -138,18 +135,13 @@ class Autograd:
         ended = ended_context()
         if ended is None or isinstance(message, _CALLS) or not wants_result_grad():
             return message
-        if not any(map(_requires_grad, tensors)):
+        if not any(each.requires_grad for each in tensors):
             return message
         return ForwardAutogradResp(ended.id, self._worker.ids.next(), message)
 
     def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: Description) -> int:
         """Record a send of ``tensors``. Returns its id; 0 if none of them requires grad."""
-        differentiable = list(filter(_requires_grad, tensors))
-        if not differentiable:
-            return 0
-        autograd_id = self._worker.ids.next()
-        context.add_send(record_send(autograd_id, peer, differentiable, describe(what)))
-        return autograd_id
+        return context.record(self._worker.ids, peer, tensors, partial(describe, what))
 
     def unsent(self, message: Message) -> None:
         """Remove the send of ``message``, which could not be sent."""
@@ -222,4 +214,5 @@ class Autograd:
 
     def backward_from(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Run a backward pass from one tensor of this worker, for ``RRef.backward``."""
-        self.participant.run(self.contexts.find(context_id), check_roots([root]), retain_graph, "auto")
+        options = PassOptions(retain_graph)
+        self.participant.run(self.contexts.find(context_id), check_roots([root]), options, "auto")

@@ -38,7 +38,7 @@ def _check(outputs: Sequence[EdgeOrLeaf], inputs: Sequence[EdgeOrLeaf]) -> None:
         warnings.warn(
             "torch.autograd.grad, torch.autograd.functional and backward(inputs=...) work on one worker "
             "only: their gradients lack what flows through calls to other workers. Call "
-            "zmqgrad.autograd.backward(context_id, roots), and get_gradients(context_id)",
+            "zmqgrad.autograd.grad(context_id, outputs, inputs), or backward(context_id, roots)",
             stacklevel=5,
         )
 

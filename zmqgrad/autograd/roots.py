@@ -1,6 +1,9 @@
-"""Validation of the roots of a backward pass."""
+"""Validation of what a backward pass starts from, and of the inputs whose gradients it returns."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,3 +42,61 @@ def check_roots(roots: object) -> list[torch.Tensor]:
                 f"roots[{i}] does not have a valid gradient function: it is a leaf, nothing was done to it"
             )
     return list(roots)
+
+
+def check_outputs(
+    outputs: object, grad_outputs: object, create_graph: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Check the outputs of ``grad``. Returns them and their gradients.
+
+    Raises:
+        AutogradError: if an output does not require grad, or its gradient does not fit it.
+        TypeError: if one of them is not a tensor.
+    """
+    roots = [outputs] if isinstance(outputs, torch.Tensor) else _listed(outputs, "outputs")
+    given: Any = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else grad_outputs
+    given = [None] * len(roots) if given is None else _listed(given, "grad_outputs")
+    if len(given) != len(roots):
+        raise AutogradError(f"{len(given)} grad_outputs were given for {len(roots)} outputs")
+    gradients: list[torch.Tensor] = []
+    for i, (root, gradient) in enumerate(zip(roots, given, strict=True)):
+        if not isinstance(root, torch.Tensor) or not isinstance(gradient, torch.Tensor | None):
+            raise TypeError(f"outputs[{i}] and grad_outputs[{i}] must be tensors, or the latter None")
+        if not root.requires_grad:
+            raise AutogradError(f"outputs[{i}] does not require grad: nothing it was made from does")
+        if gradient is None:
+            if root.numel() != 1:
+                raise AutogradError(
+                    f"grad can be implicitly created only for scalar outputs: outputs[{i}] has shape "
+                    f"{tuple(root.shape)}, give its gradient in grad_outputs"
+                )
+            gradient = torch.ones_like(root)
+        elif gradient.shape != root.shape:
+            raise AutogradError(
+                f"Mismatch in shape: grad_outputs[{i}] has a shape of {tuple(gradient.shape)} and "
+                f"outputs[{i}] has a shape of {tuple(root.shape)}."
+            )
+        gradients.append(gradient if create_graph else gradient.detach())
+    return roots, gradients
+
+
+def check_inputs(inputs: object, reference: type) -> list[Any]:
+    """Return the inputs of ``grad`` as a list: tensors, or instances of ``reference``.
+
+    Raises:
+        AutogradError: if there are none.
+        TypeError: if one is neither.
+    """
+    wanted = [inputs] if isinstance(inputs, torch.Tensor | reference) else _listed(inputs, "inputs")
+    for i, each in enumerate(wanted):
+        if not isinstance(each, torch.Tensor | reference):
+            raise TypeError(f"inputs[{i}] must be a tensor or an RRef to one, not {type(each).__name__}")
+    if not wanted:
+        raise AutogradError("grad requires non-empty inputs.")
+    return wanted
+
+
+def _listed(value: object, name: str) -> list[Any]:
+    if not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a list of tensors, not {type(value).__name__}")
+    return list(value)

@@ -42,7 +42,11 @@ So no other thread is affected, which a change of the filters of warnings or of 
 
 
 def run_engine(
-    gradients: Mapping[Edge, torch.Tensor], ends: Iterable[Edge], retain_graph: bool, silent: bool = False
+    gradients: Mapping[Edge, torch.Tensor],
+    ends: Iterable[Edge],
+    retain_graph: bool,
+    create_graph: bool = False,
+    silent: bool = False,
 ) -> Sequence[torch.Tensor | None]:
     """Compute gradients at ``ends`` from ``gradients``, like ``torch.autograd.grad``.
 
@@ -55,14 +59,19 @@ def run_engine(
     if _run_backward is None:
         starts, stops = ([GradientEdge(node, i) for node, i in edges] for edges in (gradients, ends))
         return torch.autograd.grad(
-            starts, stops, tuple(gradients.values()), retain_graph=retain_graph, allow_unused=True
+            starts,
+            stops,
+            tuple(gradients.values()),
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
         )
     run = functools.partial(_silently, _run_backward) if silent else _run_backward
     found: Sequence[torch.Tensor | None] = run(
         tuple(map(_gradient_edge, gradients)),
         tuple(gradients.values()),
         retain_graph,
-        False,
+        create_graph,
         tuple(map(_gradient_edge, ends)),
         True,
         accumulate_grad=False,
@@ -70,13 +79,15 @@ def run_engine(
     return found
 
 
-def run_leaf_nodes(nodes: Iterable[Any], gradients: Sequence[torch.Tensor]) -> None:
+def run_leaf_nodes(
+    nodes: Iterable[Any], gradients: Sequence[torch.Tensor], create_graph: bool = False
+) -> None:
     """Run the nodes of leaves: they add ``gradients`` to ``.grad``."""
     edges = tuple([GradientEdge(node, 0) for node in nodes])
     if _run_backward is None:
-        torch.autograd.backward(edges, tuple(gradients))
+        torch.autograd.backward(edges, tuple(gradients), create_graph=create_graph)
     else:
-        _run_backward(edges, tuple(gradients), False, False, (), True, accumulate_grad=True)
+        _run_backward(edges, tuple(gradients), create_graph, create_graph, (), True, accumulate_grad=True)
 
 
 # ---- the graph task --------------------------------------------------------------------------------------

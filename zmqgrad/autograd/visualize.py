@@ -15,6 +15,7 @@ from zmqgrad.errors import AutogradError
 from zmqgrad.rpc import rpc_sync
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.messages import PassOptions
 
 
 def _snapshot(context_id: int) -> tuple[PassSnapshot, set[int]]:
@@ -23,7 +24,7 @@ def _snapshot(context_id: int) -> tuple[PassSnapshot, set[int]]:
     context = autograd_of(worker).contexts.find(context_id)
     with context.pass_lock:
         last = list(context.passes.values())[-1:]
-    local_pass = last[0] if last else LocalPass(context, worker.id, retain_graph=True)
+    local_pass = last[0] if last else LocalPass(context, worker.id, PassOptions(retain_graph=True))
     return local_pass.snapshot(worker.name), context.peers()
 
 

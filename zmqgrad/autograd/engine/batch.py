@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
+from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.autograd.graph.undefined import UNDEFINED
 from zmqgrad.autograd.send_recv import RecvMetadata
 from zmqgrad.transport.base import Frame
 from zmqgrad.wire.lazy_frame import Buffer
-from zmqgrad.wire.messages import NO_GRADIENT, NOT_REACHED, Tensors
+from zmqgrad.wire.messages import NO_GRADIENT, NOT_REACHED, BackwardAutogradReq, Tensors
 from zmqgrad.wire.tensors import Devices, decode_tensors, encode_tensors
 
 FULL_BYTES = 1 << 20
@@ -69,12 +70,31 @@ class Batch:
         """Encode the tensors. Data that does not fit into the header is appended to ``frames``."""
         return encode_tensors(self._present, frames, devices)
 
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The gradients that exist."""
+        return self._present
+
+
+def decode(
+    message: BackwardAutogradReq, frames: Sequence[Buffer], context: Context, source: int
+) -> list[torch.Tensor]:
+    """Decode the gradients of a message from ``source``; those with history become outputs of a recv."""
+    if not message.options.create_graph:
+        return decode_tensors(message.tensors, frames)
+    tensors = decode_tensors(message.tensors, frames, differentiable=False)
+    if not message.history:
+        return tensors
+    requiring_grad = message.tensors.requiring_grad()
+    with torch.enable_grad():  # gradients take the way of the tensors back, and theirs the way of the tensors
+        return context.receive(message.history, source, tensors, requiring_grad, not message.in_reply)
+
 
 def unpack(
-    sends: Sequence[tuple[int, Sequence[int]]], tensors: Tensors, frames: Sequence[Buffer]
+    sends: Sequence[tuple[int, Sequence[int]]], tensors: Sequence[torch.Tensor]
 ) -> list[tuple[int, list[Gradient]]]:
-    """Decode a message: the gradients for each of its ``sends``."""
-    present: list[Gradient] = list(decode_tensors(tensors, frames))
+    """Return the gradients for each of the ``sends`` of a message, of which ``tensors`` exist."""
+    present: list[Gradient] = list(tensors)
     if len(sends) == 1 and sends[0][1] == tuple(range(len(present))):
         return [(sends[0][0], present)]  # the most frequent case
     return [(send, [present[i] if i >= 0 else _ABSENT[i] for i in indices]) for send, indices in sends]

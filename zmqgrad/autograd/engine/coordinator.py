@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -29,11 +29,22 @@ from zmqgrad.wire.messages import (
     DiscoverAutogradResp,
     DropAutogradReq,
     ExceptionReply,
+    PassOptions,
     ReachabilityReport,
 )
 
 if TYPE_CHECKING:
     from zmqgrad.autograd.engine.participant import Participant
+
+
+class Inputs(Protocol):
+    """The tensors, on any workers, whose gradients a pass returns."""
+
+    def begin(self, pass_id: int) -> Sequence[torch.Tensor]:
+        """Make the other workers take part in the pass. Returns the tensors of this worker."""
+
+    def end(self, pass_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Collect the gradients; ``gradients`` are those of the tensors of this worker."""
 
 
 class Coordinator:
@@ -53,25 +64,44 @@ class Coordinator:
         )
         self.finished = False
 
-    def run(self, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
+    def run(
+        self,
+        roots: Sequence[torch.Tensor],
+        options: PassOptions,
+        mode: str,
+        gradients: Sequence[torch.Tensor] | None,
+        inputs: Inputs | None,
+    ) -> None:
         """Run the pass from ``roots``. Returns when it has finished on all workers.
+
+        Args: as :meth:`~zmqgrad.autograd.engine.participant.Participant.run`.
 
         Raises:
             Exception: as :meth:`~zmqgrad.autograd.engine.participant.Participant.run`.
         """
         context = self._context
+        is_strict = mode == "fast" and not context.has_history
+        local_inputs: Sequence[torch.Tensor] = ()
+        if inputs is not None:
+            try:
+                local_inputs = inputs.begin(self.id)
+            except BaseException as e:  # nothing was sent that could report
+                self.detector.abort(e)
+                raise
         with context.pass_lock:
-            local_pass = context.passes[self.id] = LocalPass(context, self._worker.id, retain_graph, roots)
+            local_pass = LocalPass(context, self._worker.id, options, roots, local_inputs)
+            context.passes[self.id] = local_pass
         if mode == "smart":
             self._drop(_never(self._discover({self._worker.id}, local_pass)), local_pass)
         step = BackwardStep(
             self._participant, local_pass, self.id, self._worker.id, self._port.number, (ROOTS,)
         )
-        step.carry_out(lambda: local_pass.start([torch.ones_like(r) for r in roots], step))
+        started = [torch.ones_like(r) for r in roots] if gradients is None else gradients
+        step.carry_out(lambda: local_pass.start(started, step))
         self._wait()
         if self.detector.waiting():
             discovery = self._discover(self.detector.waiting(), local_pass)
-            if mode == "fast":
+            if is_strict:
                 self._raise_unused(discovery)
             self._drop(_never(discovery), local_pass)
             self._wait()
@@ -83,6 +113,8 @@ class Coordinator:
             self._drop(dict.fromkeys(with_callbacks, ()), local_pass)
             self._wait()
         self.finished = True
+        if inputs is not None and local_pass.captures is not None:
+            inputs.end(self.id, local_pass.captures.gradients())
 
     def close(self) -> None:
         """Release what the pass holds, whether or not it has finished."""
@@ -175,7 +207,7 @@ class Coordinator:
     def _discover(self, workers: set[int], local_pass: LocalPass) -> Discovery:
         """Find the gradients that will never arrive; ``workers`` report first."""
         discovery = Discovery(workers)
-        message = DiscoverAutogradReq(local_pass.context.id, self.id, local_pass.retain_graph)
+        message = DiscoverAutogradReq(local_pass.context.id, self.id, local_pass.options)
         seconds = self._worker.default_timeout
         while unknown := discovery.unknown():
             calls = [
@@ -208,7 +240,7 @@ class Coordinator:
                 self._worker.post(
                     worker,
                     DropAutogradReq(
-                        local_pass.context.id, self.id, number, own, local_pass.retain_graph, never[worker]
+                        local_pass.context.id, self.id, number, own, local_pass.options, never[worker]
                     ),
                 )
         if own in requests:

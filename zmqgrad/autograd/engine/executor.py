@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +29,7 @@ from zmqgrad.autograd.graph.accumulate import (
     find_replicas,
     may_have_replicas,
 )
+from zmqgrad.autograd.graph.captures import Captures
 from zmqgrad.autograd.graph.hooks import (
     hooks_registered,
     node_hooks,
@@ -62,7 +63,7 @@ from zmqgrad.autograd.torch_internals import (
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
-from zmqgrad.wire.messages import GroupReport, ReachabilityReport, StallReport
+from zmqgrad.wire.messages import GroupReport, PassOptions, ReachabilityReport, StallReport
 
 Result = tuple[Edge, Gradient, bool]
 """The gradient at an outgoing edge, and whether anything else holds a reference to it."""
@@ -104,15 +105,25 @@ class LocalPass:
     Args:
         context: the context of the pass.
         worker: the id of this worker.
-        retain_graph: keep saved tensors for another pass.
+        options: whether to keep saved tensors for another pass, for example.
         roots: the roots, if the pass began on this worker.
+        inputs: the tensors of this worker whose gradients the pass returns, if leaves accumulate none.
     """
 
     def __init__(
-        self, context: Context, worker: int, retain_graph: bool, roots: Sequence[torch.Tensor] = ()
+        self,
+        context: Context,
+        worker: int,
+        options: PassOptions,
+        roots: Sequence[torch.Tensor] = (),
+        inputs: Sequence[torch.Tensor] = (),
     ) -> None:
         self.context = context
-        self.retain_graph = retain_graph
+        self.options = options
+        self.captures = None if options.accumulate else Captures(inputs)
+        """What the pass returns."""
+        if options.create_graph:
+            context.has_history = True
         self.queue = WorkQueue()
         self.abandoned = False
         """Whether the pass has failed or ended: no further group runs, and what one computes is dropped."""
@@ -125,12 +136,12 @@ class LocalPass:
         self._lock = threading.Lock()  # guards the plan with its gradients, and the three below
         self._version = 0
         self._handled_drops: set[int] = set()
-        mode = accumulate_mode(self._hooks)
+        mode = accumulate_mode(self._hooks) if options.accumulate else AccumulateMode.HOOKED
         # The walk makes many small objects and no garbage; collecting would double its time.
         collects = gc.isenabled()
         gc.disable()
         try:
-            walk = GraphWalk(roots, self._sends, mode)
+            walk = GraphWalk(roots, self._sends, mode, self.captures)
             self._plan = Plan(condense(walk), walk.entries)
         finally:
             if collects:
@@ -139,9 +150,19 @@ class LocalPass:
             check_not_sharded(walk.waiting_leaves)
         self._starts, self._numbers, self._starts_at_leaves = walk.starts, walk.numbers, walk.starts_at_leaves
         self._task = PassTask(self._starts, self._plan)
+        self._passed_by = self._inner_captures(walk)
         self._token = object()  # denotes this pass to the context, without a reference to it
         self._recvs = walk.recvs
         self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
+
+    def _inner_captures(self, walk: GraphWalk) -> dict[Group, list[Edge]]:
+        """Return the edges within each group whose gradients the pass returns."""
+        found: dict[Group, list[Edge]] = {}
+        if (captures := self.captures) is not None:
+            for node in captures.nodes & walk.edges.keys():
+                entry = next(i for i, nodes in enumerate(walk.exclusive) if node in nodes)
+                found.setdefault(self._plan.find_group(node, entry), []).extend(captures.edges_at(node))
+        return found
 
     @cached_property
     def recomputes(self) -> bool:
@@ -219,7 +240,7 @@ class LocalPass:
                         gradient = self._fit(entry, gradient, start)
                     if isinstance(start, GradientEdge):
                         self._add((start[0], start[1]), gradient, (OF_ENTRIES, number))
-                    elif gradient is not UNDEFINED:
+                    elif gradient is not UNDEFINED and self.captures is None:
                         place = OF_ENTRIES, number
                         self.context.accumulate_part(start, gradient, False, self._token, place)
                 ready += self._plan.arrive(entry)
@@ -324,6 +345,8 @@ class LocalPass:
             node = edge[0]
             if gradient is None:
                 continue
+            if self.captures is not None and gradient is not UNDEFINED and node in plan.sinks:
+                self.captures.note(edge, gradient)
             if node in at_recv:
                 at_recv[node][edge[1]] = gradient
             elif node in waiting:
@@ -334,7 +357,7 @@ class LocalPass:
             else:
                 with self._lock:
                     self._add(edge, gradient, (OF_GROUPS, live[0].outgoing[edge]))
-        if complete:
+        if complete and self.captures is None:
             self._accumulate_all(complete)
         for node, found in at_recv.items():
             sink.send_gradients(recvs[node], self._hooked(node, found) if self._hooks else found)
@@ -371,6 +394,7 @@ class LocalPass:
                 own = {edge: gradients[edge] for edge in group.incoming if edge in gradients}
                 results += self._node_by_node(group, own)
             return results
+        passed_by = [edge for group in groups for edge in self._passed_by.get(group, ())]
         if groups[0].dependents and (self._hooks or groups[0].reenters):
             return self._node_by_node(groups[0], gradients)
         outgoing: Collection[Edge] = groups[0].outgoing
@@ -379,9 +403,9 @@ class LocalPass:
         if undefined:
             defined = {edge: g for edge, g in gradients.items() if g is not UNDEFINED}
             with zero_placeholders(reached(undefined, outgoing, is_python_function)) as placeholders:
-                results = self._call_engine({**placeholders, **defined}, outgoing)
+                results = self._call_engine({**placeholders, **defined}, outgoing, passed_by)
         else:
-            results = self._call_engine(gradients, outgoing)
+            results = self._call_engine(gradients, outgoing, passed_by)
         missing: list[Edge] = []  # a leaf needs no mark, unless it waits for its complete gradient
         for edge, found, _ in results:
             if found is None and (type(edge[0]) is not LEAF_NODE or edge[0] in sinks):
@@ -392,20 +416,37 @@ class LocalPass:
         return results
 
     def _call_engine(
-        self, gradients: Mapping[Edge, torch.Tensor], outgoing: Collection[Edge]
+        self,
+        gradients: Mapping[Edge, torch.Tensor],
+        outgoing: Collection[Edge],
+        passed_by: Collection[Edge] = (),
     ) -> list[Result]:
-        if not gradients:
+        if not gradients or not (outgoing or passed_by):
             return [(edge, None, False) for edge in outgoing]
-        found = run_engine(gradients, outgoing, self.retain_graph)
+        options = self.options
+        found = run_engine(
+            gradients,
+            (*outgoing, *passed_by) if passed_by else outgoing,
+            options.retain_graph,
+            options.create_graph,
+        )
+        if self.captures is not None and passed_by:
+            for edge, gradient in zip(passed_by, found[len(outgoing) :], strict=True):
+                if gradient is not None:
+                    self.captures.note(edge, gradient)
+            found = found[: len(outgoing)]
         return list(zip(outgoing, found, shared(found), strict=True))
 
     def _node_by_node(self, group: Group, gradients: dict[Edge, torch.Tensor]) -> list[Result]:
         """As one engine call, where the engine would not stop, or would run hooks on partial sums."""
         at: dict[Edge, torch.Tensor] = dict(gradients)
+        options = self.options
         for node in self._members(group):
             incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
-            produced = evaluate_node(node, incoming, self.retain_graph)
-            if not self.retain_graph:
+            produced = evaluate_node(
+                node, incoming, options.retain_graph, options.create_graph, self._observer(node)
+            )
+            if not options.retain_graph:
                 release_saved_tensors(node)
             for gradient, also_held, (target, i) in zip(
                 produced, shared(produced), node.next_functions, strict=True
@@ -428,6 +469,20 @@ class LocalPass:
             if complete:  # the engine runs the hooks of the tensors
                 results += self._call_engine(complete, complete)
         return results + [(edge, gradient, False) for edge, gradient in at.items()]
+
+    def _observer(self, node: Any) -> Callable[[Sequence[Gradient]], None] | None:
+        """Return what notes the gradients of the outputs of ``node``, if the pass returns any of them."""
+        captures = self.captures
+        if captures is None or node not in captures.nodes:
+            return None
+
+        def observe(gradients: Sequence[Gradient]) -> None:
+            for edge in captures.edges_at(node):
+                gradient = gradients[edge[1]]
+                if gradient is not None:
+                    captures.note(edge, gradient)
+
+        return observe
 
     def _members(self, group: Group) -> Iterable[Any]:
         """Return the nodes that ``group`` runs, each before those that follow it."""
@@ -457,7 +512,9 @@ class LocalPass:
             defined = [(node, gradient) for node, gradient, _ in complete if gradient is not UNDEFINED]
             if defined:
                 nodes, gradients = [node for node, _ in defined], [gradient for _, gradient in defined]
-                accumulate_by_nodes(self.context, nodes, gradients, self._replicas_due)
+                accumulate_by_nodes(
+                    self.context, nodes, gradients, self._replicas_due, self.options.create_graph
+                )
             complete = [each for each in complete if each[1] is UNDEFINED]
         for node, gradient, also_held in complete:
             self._accumulate(node, None if gradient is UNDEFINED else gradient, also_held)

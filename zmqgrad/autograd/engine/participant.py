@@ -11,8 +11,8 @@ from queue import SimpleQueue
 import torch
 
 from zmqgrad.autograd.context import Context, Contexts
-from zmqgrad.autograd.engine.batch import unpack
-from zmqgrad.autograd.engine.coordinator import Coordinator
+from zmqgrad.autograd.engine.batch import decode, unpack
+from zmqgrad.autograd.engine.coordinator import Coordinator, Inputs
 from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.engine.failures import describe_failure, rebuild_failure
 from zmqgrad.autograd.engine.step import BackwardStep
@@ -30,6 +30,7 @@ from zmqgrad.wire.messages import (
     DropAutogradReq,
     ExceptionReply,
     MessageType,
+    PassOptions,
     ProgressReport,
     StallReport,
 )
@@ -84,8 +85,24 @@ class Participant:
 
     # ---- passes that begin here -------------------------------------------------------------------------
 
-    def run(self, context: Context, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
+    def run(
+        self,
+        context: Context,
+        roots: Sequence[torch.Tensor],
+        options: PassOptions,
+        mode: str,
+        gradients: Sequence[torch.Tensor] | None = None,
+        inputs: Inputs | None = None,
+    ) -> None:
         """Run one pass from ``roots``. Returns when it has finished on all workers.
+
+        Args:
+            context: the context of the pass.
+            roots: tensors of this worker.
+            options: how it runs.
+            mode: one of ``MODES``.
+            gradients: of ``roots``; None: ones.
+            inputs: the tensors whose gradients it returns, if leaves accumulate none.
 
         Raises:
             AutogradError: in fast mode, if groups somewhere wait for a gradient that will never arrive.
@@ -100,7 +117,7 @@ class Participant:
         if coordinator.inbox is not None:
             self._inboxes[coordinator.id] = coordinator.inbox
         try:
-            coordinator.run(roots, retain_graph, mode)
+            coordinator.run(roots, options, mode, gradients, inputs)
         finally:
             if tracer is not None:
                 tracer.pass_finished(context.id, coordinator.id, not coordinator.finished)
@@ -172,14 +189,14 @@ class Participant:
         arrived = NO_COPIES
         try:
             context = self._contexts.find(message.context_id)
-            context.add_peer(inbound.envelope.source)
-            if self.maps_devices(inbound.envelope.source):  # gradients may be copied to devices
-                arrivals, arrived = record_copies(
-                    lambda: unpack(message.sends, message.tensors, inbound.frames)
-                )
+            source = inbound.envelope.source
+            context.add_peer(source)
+            if self.maps_devices(source):  # gradients may be copied to devices
+                tensors, arrived = record_copies(lambda: decode(message, inbound.frames, context, source))
             else:
-                arrivals = unpack(message.sends, message.tensors, inbound.frames)
-            local_pass = self._local_pass(context, message.pass_id, message.retain_graph)
+                tensors = decode(message, inbound.frames, context, source)
+            arrivals = unpack(message.sends, tensors)
+            local_pass = self._local_pass(context, message.pass_id, message.options)
             local_pass.check(arrivals)
             consumes = local_pass.queue.add(arrivals, arrived)
         except Exception as e:
@@ -253,7 +270,7 @@ class Participant:
         assert isinstance(message, DiscoverAutogradReq)
         context = self._contexts.find(message.context_id)
         context.add_peer(inbound.envelope.source)
-        local_pass = self._local_pass(context, message.pass_id, message.retain_graph)
+        local_pass = self._local_pass(context, message.pass_id, message.options)
         self._worker.reply(inbound, DiscoverAutogradResp(local_pass.reach(starts_here=False)))
 
     def on_drop(self, inbound: Inbound) -> None:
@@ -262,7 +279,7 @@ class Participant:
         assert isinstance(message, DropAutogradReq)
         try:
             context = self._contexts.find(message.context_id)
-            local_pass = self._local_pass(context, message.pass_id, message.retain_graph)
+            local_pass = self._local_pass(context, message.pass_id, message.options)
         except Exception as e:
             self._report_rejected(message.root, message.pass_id, [message.request], e)
             return
@@ -270,13 +287,25 @@ class Participant:
         step = BackwardStep(self, local_pass, message.pass_id, message.root, channel, handled)
         step.carry_out(lambda: local_pass.drop(message.request, message.sends, step))
 
-    def _local_pass(self, context: Context, pass_id: int, retain_graph: bool) -> LocalPass:
+    def join_pass(
+        self, context: Context, pass_id: int, options: PassOptions, inputs: Sequence[torch.Tensor]
+    ) -> LocalPass:
+        """Take part in a pass before its first gradient arrives, as it returns gradients of ``inputs``."""
+        with context.pass_lock:
+            joined = context.passes[pass_id] = LocalPass(context, self.worker_id, options, (), inputs)
+            return joined
+
+    def record(self, context: Context, peer: int, gradients: Sequence[torch.Tensor]) -> int:
+        """Record a send of gradients for ``peer``. Returns its id; 0 if none of them requires grad."""
+        return context.record(self._worker.ids, peer, gradients, lambda: "the gradients of a backward pass")
+
+    def _local_pass(self, context: Context, pass_id: int, options: PassOptions) -> LocalPass:
         with context.pass_lock:
             found = context.passes.get(pass_id)
             if found is None:
                 if context.is_forgotten(pass_id):
                     raise AutogradError(f"backward pass {show_id(pass_id)} has ended")
-                found = context.passes[pass_id] = LocalPass(context, self.worker_id, retain_graph)
+                found = context.passes[pass_id] = LocalPass(context, self.worker_id, options)
             return found
 
     def _report_rejected(self, root: int, pass_id: int, requests: Sequence[int], error: Exception) -> None:

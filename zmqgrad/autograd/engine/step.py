@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from zmqgrad.autograd.engine.batch import Batch
 from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.engine.termination import ROOTS
@@ -93,7 +95,12 @@ class BackwardStep:
     def _carry_out(self, action: Callable[[], object]) -> None:
         error: Exception | None = None
         try:
-            if action() is False or self._pass.abandoned or self._send_all():
+            if self._pass.options.create_graph:
+                with torch.enable_grad():
+                    finished = action() is False or self._pass.abandoned or self._send_all()
+            else:
+                finished = action() is False or self._pass.abandoned or self._send_all()
+            if finished:
                 return
         except Exception as e:
             error = e
@@ -181,15 +188,21 @@ class BackwardStep:
 
     def _send(self, to: tuple[int, bool], batch: Batch, handled: ProgressReport | None) -> None:
         participant, peer = self._participant, to[0]
+        context, options = self._pass.context, self._pass.options
         frames: list[Frame] = []
+        history = 0
+        if options.create_graph:
+            history = participant.record(context, peer, batch.tensors)
         message = BackwardAutogradReq(
-            self._pass.context.id,
+            context.id,
             self._pass_id,
             self._root,
             tuple(batch.sends),
             batch.describe(frames, participant.devices(*to)),
-            self._pass.retain_graph,
+            options,
             handled,
+            history,
+            to[1],
         )
         if profiled_anywhere():
             with profiled(RECV_NAME):

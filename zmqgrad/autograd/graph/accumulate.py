@@ -106,7 +106,11 @@ class _PostponeAllReduce:
 
 
 def accumulate_by_nodes(
-    context: Context, nodes: Sequence[Any], gradients: Sequence[torch.Tensor], due: list[Any]
+    context: Context,
+    nodes: Sequence[Any],
+    gradients: Sequence[torch.Tensor],
+    due: list[Any],
+    create_graph: bool = False,
 ) -> None:
     """Accumulate the gradients of leaves by running their nodes; the hooks of the tensors have run before.
 
@@ -117,7 +121,7 @@ def accumulate_by_nodes(
         present = context.gradients()  # only now: another pass of the context may have waited for its turn
         for leaf in leaves:
             leaf.grad = present[leaf].clone() if leaf in present else None
-        run_leaf_nodes(nodes, gradients)
+        run_leaf_nodes(nodes, gradients, create_graph)
         while due:
             all_reduce(due.pop())
         for leaf in leaves:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -91,8 +92,21 @@ def shared(gradients: Sequence[Gradient]) -> list[bool]:
 _UNSHARED_COUNT = next(map(sys.getrefcount, [object()]))
 
 
-def evaluate_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool = False) -> list[Gradient]:
+def evaluate_node(
+    node: Any,
+    gradients: Sequence[Gradient],
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    observe: Callable[[Sequence[Gradient]], None] | None = None,
+) -> list[Gradient]:
     """Compute the gradients of the inputs of ``node`` from those of its outputs.
+
+    Args:
+        node: the node.
+        gradients: of its outputs; None where it was not reached, or ``UNDEFINED``.
+        retain_graph: keep what it has saved.
+        create_graph: record the computation.
+        observe: called with the gradients of the outputs after the hooks of its tensors.
 
     Returns:
         One for each of ``node.next_functions``: ``UNDEFINED`` where the node produces none; None where
@@ -106,13 +120,13 @@ def evaluate_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool =
         return [None] * len(following)
     defined = {(node, i): g for i in present if (g := gradients[i]) is not None and g is not UNDEFINED}
     produced: Sequence[Gradient]
-    if defined and _may_be_called(node, defined.values()):
+    if defined and not create_graph and observe is None and _may_be_called(node, defined.values()):
         produced = _call(node, defined, following)
     elif defined:
-        produced = _evaluate_alone(node, defined, targets, retain_graph)
+        produced = _evaluate_alone(node, defined, targets, retain_graph, create_graph, observe)
     elif is_python_function(node):
         with zero_placeholders([(node, i) for i in present]) as placeholders:
-            produced = _evaluate_alone(node, placeholders, targets, retain_graph)
+            produced = _evaluate_alone(node, placeholders, targets, retain_graph, create_graph, None)
     else:
         produced = [None] * len(following)
     return [
@@ -156,7 +170,12 @@ def _fit(node: Any, index: int, gradient: torch.Tensor, edge: Edge) -> torch.Ten
 
 
 def _evaluate_alone(
-    node: Any, given: Mapping[Edge, torch.Tensor], targets: Iterable[Edge], retain_graph: bool
+    node: Any,
+    given: Mapping[Edge, torch.Tensor],
+    targets: Iterable[Edge],
+    retain_graph: bool,
+    create_graph: bool,
+    observe: Callable[[Sequence[Gradient]], None] | None,
 ) -> list[Gradient]:
     produced: list[Gradient] = []
     own_thread = threading.get_ident()
@@ -170,9 +189,12 @@ def _evaluate_alone(
 
     # In anomaly mode the engine would report the stop as an error of the node.
     diagnoses = torch.is_anomaly_enabled()
-    with internal_hook(node.register_hook, catch):
+    with ExitStack() as stack:
+        stack.enter_context(internal_hook(node.register_hook, catch))
+        if observe is not None:
+            stack.enter_context(internal_hook(node.register_prehook, observe))
         try:
-            run_engine(given, targets, retain_graph, silent=diagnoses)
+            run_engine(given, targets, retain_graph, create_graph, silent=diagnoses)
         except _Stop:
             pass
         except Exception as e:

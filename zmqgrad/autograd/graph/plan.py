@@ -252,6 +252,13 @@ class Plan:
         """Return all entries that reach ``group``, in order. They may be many: do not ask for each group."""
         return list(self._sets.entries(group.entries))
 
+    def find_group(self, node: Node, entry: int) -> Group:
+        """Return the group that runs ``node``, which ``entry`` reaches first.
+
+        The graph leaves out most nodes that only one entry reaches.
+        """
+        return self._groups[self._reached_by.get(node) or self._sets.of(entry)]
+
     def belongs_to(self, node: Node, group: Group) -> bool:
         """Whether ``group`` runs ``node``, which one of its nodes leads to. False for leaves and sinks.
 

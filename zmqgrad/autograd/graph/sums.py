@@ -18,7 +18,17 @@ OF_ENTRIES, OF_GROUPS = 0, 1
 
 
 def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients. Torch adds sparse to dense tensors, but not dense to sparse ones."""
+    """Return the sum of two gradients, with their history, if any, in whichever mode the thread is.
+
+    Torch adds sparse to dense tensors, but not dense to sparse ones.
+    """
+    if present.requires_grad or gradient.requires_grad:
+        with torch.enable_grad():
+            return _added(present, gradient)
+    return _added(present, gradient)
+
+
+def _added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if present.layout is not torch.strided and gradient.layout is torch.strided:
         return gradient + present
     return present + gradient

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.graph.accumulate import AccumulateMode
+from zmqgrad.autograd.graph.captures import Captures
 from zmqgrad.autograd.graph.hooks import has_hooks
 from zmqgrad.autograd.graph.plan import Edge, Graph
 from zmqgrad.autograd.send_recv import (
@@ -38,10 +39,18 @@ class GraphWalk:
         roots: the roots of the pass, if they are on this worker.
         sends: what this worker has sent in the context.
         mode: how leaves accumulate their gradients.
+        captures: what the pass returns, if no leaf accumulates; then other leaves are left out.
     """
 
-    def __init__(self, roots: Sequence[torch.Tensor], sends: Sequence[Send], mode: AccumulateMode) -> None:
+    def __init__(
+        self,
+        roots: Sequence[torch.Tensor],
+        sends: Sequence[Send],
+        mode: AccumulateMode,
+        captures: Captures | None = None,
+    ) -> None:
         self.mode = mode
+        self._captures = captures
         self.edges: dict[Any, Sequence[Any]] = {}
         """The nodes that entries reach, except leaves and recvs, with the edges out of each."""
         self.exclusive: list[dict[Any, Sequence[Any]]] = []
@@ -108,6 +117,7 @@ class GraphWalk:
 
     def _walk(self, number: int, todo: list[Any]) -> None:
         known, leaf_node, recv_node = self.edges, LEAF_NODE, RECV_NODE
+        needs = None if self._captures is None else self._captures.needs
         immediate = self.mode is AccumulateMode.IMMEDIATE
         own: dict[Any, Sequence[Any]] = {}
         boundary: dict[Edge, None] = {}
@@ -117,7 +127,8 @@ class GraphWalk:
                 if node in known:
                     self.overlaps[node] = None
                     break
-                own[node] = following = node.next_functions
+                following = node.next_functions
+                own[node] = following = following if needs is None else needs(following)
                 onward = None
                 for edge in following:
                     target = edge[0]
@@ -155,7 +166,10 @@ class GraphWalk:
 
     def _must_wait(self, number: int, node: Any) -> bool:
         """Whether the leaf ``node``, which entry ``number`` reaches, waits for its complete gradient."""
-        if self.mode is not AccumulateMode.JOINT and not has_hooks(node):
+        if self._captures is not None:
+            if node not in self._captures.nodes:
+                return False
+        elif self.mode is not AccumulateMode.JOINT and not has_hooks(node):
             return False
         self.waiting_leaves.add(node)
         if self._owner.setdefault(node, number) != number:

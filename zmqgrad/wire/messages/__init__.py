@@ -112,6 +112,7 @@ from zmqgrad.wire.messages.autograd import (
     ForwardAutogradReq,
     ForwardAutogradResp,
     GroupReport,
+    PassOptions,
     ProgressReport,
     ReachabilityReport,
     StallReport,

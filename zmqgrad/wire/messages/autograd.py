@@ -79,6 +79,16 @@ class ProgressReport(WireStruct, frozen=True):
     error: ExceptionReply | None = None
 
 
+class PassOptions(WireStruct, frozen=True):
+    """How a backward pass runs; the same on all its workers."""
+
+    retain_graph: bool = False
+    create_graph: bool = False
+    """Whether the pass is recorded, so that its gradients can be differentiated."""
+    accumulate: bool = True
+    """Whether leaves accumulate their gradients. If not, the pass returns gradients of some tensors."""
+
+
 NOT_REACHED, NO_GRADIENT = -1, -2
 """Instead of the index of a gradient."""
 
@@ -92,6 +102,10 @@ class BackwardAutogradReq(Message, frozen=True):
     If a gradient does not exist (which differs from zeros), the index is -1 if the pass did not reach the
     tensor, and -2 if it did and produced None. ``root`` started the pass. In a message to the root itself,
     ``handled`` replaces a separate report (BACKWARD_AUTOGRAD_RESP, whose message id is the pass id).
+
+    In a recorded pass, ``history`` matches the *send* of the gradients that require grad with
+    their *recv*; 0 if none does. ``in_reply``: the tensors had arrived in a reply, which matters for device
+    maps.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_REQ
@@ -100,8 +114,10 @@ class BackwardAutogradReq(Message, frozen=True):
     root: WorkerId
     sends: Annotated[tuple[tuple[Id, GradientIndices], ...], Meta(max_length=MAX_TENSORS)]
     tensors: Tensors = NO_TENSORS
-    retain_graph: bool = False
+    options: PassOptions = PassOptions()
     handled: ProgressReport | None = None
+    history: Id = 0
+    in_reply: bool = False
 
     def is_awaited_by(self, worker: int) -> bool:
         """Whether ``worker`` is the root of the pass, which waits for it."""
@@ -157,7 +173,7 @@ class DiscoverAutogradReq(Message, frozen=True):
     TYPE: ClassVar[MessageType] = MessageType.DISCOVER_AUTOGRAD_REQ
     context_id: Id
     pass_id: Id
-    retain_graph: bool
+    options: PassOptions
 
 
 class DiscoverAutogradResp(Message, frozen=True):
@@ -179,7 +195,7 @@ class DropAutogradReq(Message, frozen=True):
     pass_id: Id
     request: Id
     root: WorkerId
-    retain_graph: bool
+    options: PassOptions
     sends: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
 
 

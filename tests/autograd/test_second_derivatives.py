@@ -1,0 +1,389 @@
+"""Passes that are recorded (``create_graph``), and gradients of chosen tensors, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.autograd.contexts import wait_until_released
+from zmqgrad import rpc
+from zmqgrad.autograd import backward, context, get_gradients, grad
+from zmqgrad.autograd.engine.participant import MODES
+from zmqgrad.errors import AutogradError
+from zmqgrad.testing import Cluster, cluster
+
+Function = Callable[..., Any]
+Call = Callable[[int, Function, tuple[Any, ...]], Any]
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.fixture
+def c() -> Iterator[Cluster]:
+    with cluster(3) as c:
+        yield c
+        wait_until_released(c)
+
+
+def leaf(*shape: int, seed: int = 0) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return (torch.rand(shape, generator=random, dtype=torch.float64) - 0.4).requires_grad_()
+
+
+WEIGHTS = [leaf(3, 3, seed=i) for i in range(3)]
+"""One of each worker: the workers of a test share the process."""
+
+
+def weight(i: int) -> Tensor:
+    return WEIGHTS[i]
+
+
+def weights() -> list[rpc.RRef[Tensor]]:
+    return [rpc.remote(i, weight, (i,)) for i in range(3)]
+
+
+def here(_: int, function: Function, args: tuple[Any, ...]) -> Any:
+    return function(*args)
+
+
+def layer(i: int, x: Tensor) -> Tensor:
+    return torch.tanh(x @ WEIGHTS[i])
+
+
+def two_layers(x: Tensor, call: Call = rpc.rpc_sync) -> Tensor:
+    """Runs on worker 1."""
+    made: Tensor = call(2, layer, (2, layer(1, x)))
+    return made * x
+
+
+def model(x: Tensor, call: Call = rpc.rpc_sync) -> Tensor:
+    """A function of ``x`` that crosses three workers, two of them twice."""
+    hidden = layer(0, x)
+    beside: Tensor = call(1, layer, (1, hidden))
+    through: Tensor = call(1, two_layers, (hidden, *(() if call is rpc.rpc_sync else (call,))))
+    return (beside * through + hidden).pow(2).sum()
+
+
+def same(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    for mine, its in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
+
+
+# ---- second and third derivatives --------------------------------------------------------------------
+
+
+@every_mode
+def test_third_derivatives_by_grad(c: Cluster, mode: str) -> None:
+    x = leaf(2, 3)
+    (g,) = torch.autograd.grad(model(x, here), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.pow(2).sum(), x, create_graph=True)
+    expected = torch.autograd.grad(h.pow(3).sum(), [x, *WEIGHTS])
+    with context() as ctx:
+        (mine,) = grad(ctx, model(x), x, create_graph=True, mode=mode)
+        same([mine], [g])
+        (mine,) = grad(ctx, mine.pow(2).sum(), x, create_graph=True, mode=mode)
+        same([mine], [h])
+        same(grad(ctx, mine.pow(3).sum(), [x, *weights()], mode=mode), expected)
+        assert get_gradients(ctx) == {}
+
+
+def gradient_of_weight(context_id: int, i: int) -> Tensor:
+    return get_gradients(context_id)[WEIGHTS[i]]
+
+
+@every_mode
+def test_accumulated_gradients_can_be_differentiated(c: Cluster, mode: str) -> None:
+    x = leaf(2, 3)
+    first = torch.autograd.grad(model(x, here), [x, *WEIGHTS], create_graph=True)
+    second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), [x, *WEIGHTS])
+    with context() as ctx:
+        backward(ctx, [model(x)], mode=mode, create_graph=True)
+        found = [get_gradients(ctx)[x], *(rpc.rpc_sync(i, gradient_of_weight, (ctx, i)) for i in range(3))]
+        same(found, first)
+        assert all(g.requires_grad for g in found)
+        backward(ctx, [sum(g.pow(2).sum() for g in found)], mode=mode)
+        sums = [get_gradients(ctx)[x], *(rpc.rpc_sync(i, gradient_of_weight, (ctx, i)) for i in range(3))]
+        same(sums, [a + b for a, b in zip(first, second, strict=True)])  # as in .grad
+
+
+class Across(torch.autograd.Function):
+    """A function over workers, for gradgradcheck, which runs torch's own engine."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Function, mode: str, x: Tensor) -> Tensor:
+        ctx.function, ctx.mode = function, mode
+        ctx.save_for_backward(x)
+        with context():
+            return function(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, DerivativeAcross.apply(ctx.function, ctx.mode, ctx.saved_tensors[0], gradients[0])
+
+
+class DerivativeAcross(torch.autograd.Function):
+    """The derivative of the same function. Its own needs two passes."""
+
+    @staticmethod
+    def derivative(ctx: Any, context_id: int, x: Tensor, v: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = ctx.function(x)
+            (g,) = grad(context_id, y, x, v, create_graph=True, mode=ctx.mode)
+        assert g is not None
+        return g
+
+    @staticmethod
+    def forward(ctx: Any, function: Function, mode: str, x: Tensor, v: Tensor) -> Tensor:
+        ctx.function, ctx.mode = function, mode
+        ctx.save_for_backward(x, v)
+        with context() as context_id:
+            leaves = x.detach().requires_grad_(), v.detach().requires_grad_()
+            return DerivativeAcross.derivative(ctx, context_id, *leaves).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, v = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with context() as context_id:
+            g = DerivativeAcross.derivative(ctx, context_id, x, v)
+            return None, None, *grad(context_id, g, [x, v], gradients[0], mode=ctx.mode)
+
+
+def over_two(x: Tensor) -> Tensor:
+    y: Tensor = rpc.rpc_sync(1, layer, (1, x.sin()))
+    return y * x
+
+
+def over_three(x: Tensor) -> Tensor:
+    y: Tensor = rpc.rpc_sync(1, two_layers, (x,))
+    return y.exp() * x
+
+
+@every_mode
+@pytest.mark.parametrize("function", [over_two, over_three])
+def test_gradgradcheck(c: Cluster, function: Function, mode: str) -> None:
+    x = leaf(2, 3)
+    assert torch.autograd.gradcheck(lambda x: Across.apply(function, mode, x), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: Across.apply(function, mode, x), (x,))
+
+
+def hooked(x: Tensor) -> Tensor:
+    y = x.sin() * WEIGHTS[1][:2]
+    y.register_hook(lambda g: g * y.detach() + g * g)
+    z = y * x
+    assert z.grad_fn is not None
+    z.grad_fn.register_hook(lambda into, out: (into[0] * 2, into[1]))
+    return z
+
+
+@every_mode
+def test_what_hooks_do_is_differentiated(c: Cluster, mode: str) -> None:
+    x, w = leaf(2, 3), leaf(2, 3, seed=9)
+    handle = w.register_hook(lambda g: g.pow(2) + g)
+
+    def run(call: Call) -> Tensor:
+        y: Tensor = call(1, hooked, (x * w,))
+        return (y * w).pow(2).sum()
+
+    (g,) = torch.autograd.grad(run(here), w, create_graph=True)
+    expected = torch.autograd.grad(g.pow(2).sum(), [x, w])
+    with context() as ctx:
+        (mine,) = grad(ctx, run(rpc.rpc_sync), w, create_graph=True, mode=mode)
+        same([mine], [g])
+        same(grad(ctx, mine.pow(2).sum(), [x, w], mode=mode), expected)
+    handle.remove()
+
+
+class Once(torch.autograd.Function):
+    """Cannot be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def once(x: Tensor) -> Tensor:
+    y: Tensor = Once.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+def test_a_second_derivative_that_does_not_exist_is_torchs_error(c: Cluster) -> None:
+    x = leaf(3)
+    with context() as ctx:
+        (g,) = grad(ctx, rpc.rpc_sync(1, once, (x,)).pow(2).sum(), x, create_graph=True)
+        assert g is not None
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            backward(ctx, [g.sum()])
+
+
+@every_mode
+def test_a_pass_that_is_not_recorded_has_no_history(c: Cluster, mode: str) -> None:
+    x, v = leaf(2, 3), leaf(2, 3)
+    with context() as ctx:
+        y: Tensor = rpc.rpc_sync(1, layer, (1, x)) + x
+        (g,) = grad(ctx, y, x, v, retain_graph=True, mode=mode)
+        assert g is not None
+        assert not g.requires_grad
+        backward(ctx, [y.sum()], mode=mode)
+        assert not get_gradients(ctx)[x].requires_grad
+
+
+def test_the_calling_threads_modes_do_not_matter(c: Cluster) -> None:
+    x = leaf(2, 3)
+    (g,) = torch.autograd.grad(model(x, here), x, create_graph=True)
+    with context() as ctx:
+        loss = model(x)
+        with torch.no_grad():
+            backward(ctx, [loss], create_graph=True)
+            (mine,) = grad(ctx, loss, x, create_graph=True)
+            accumulated = get_gradients(ctx)[x]
+        assert mine is not None
+        expected = torch.autograd.grad(g.sum(), x, retain_graph=True)
+        same(grad(ctx, mine.sum(), x, retain_graph=True), expected)
+        same(grad(ctx, accumulated.sum(), x), expected)
+
+
+def test_a_gradient_is_not_the_memory_that_its_graph_has_saved(c: Cluster) -> None:
+    x = leaf(3)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, torch.exp, (x,)).sum()], create_graph=True)
+        g = get_gradients(ctx)[x]
+        with torch.no_grad():
+            g.zero_()  # as an optimizer may
+        (second,) = grad(ctx, g.sum(), x)
+        same([second], [x.detach().exp()])
+
+
+# ---- gradients of chosen tensors ---------------------------------------------------------------------
+
+
+def weight_copy(i: int) -> Tensor:
+    return WEIGHTS[i].detach().clone().requires_grad_()
+
+
+def twice(rref: rpc.RRef[Tensor]) -> Tensor:
+    return rref.local_value() * 2
+
+
+@every_mode
+def test_inputs_on_other_workers_also_where_tensors_come_from_them(c: Cluster, mode: str) -> None:
+    x = leaf(2, 3)
+    with context() as ctx:
+        first, second = (rpc.remote(i, weight_copy, (i,)) for i in (1, 2))
+        made = rpc.remote(1, twice, (first,))
+        w1, w2, m = first.to_here(), second.to_here(), made.to_here()
+        loss = (torch.tanh(x @ w1) @ w2 @ m).pow(3).sum()
+        found = grad(ctx, loss, [x, made, first, second, w1], create_graph=True, mode=mode)
+
+        a, b = (WEIGHTS[i].detach().requires_grad_() for i in (1, 2))
+        a_sent, a_made = a.view_as(a), a * 2.0
+        value = (torch.tanh(x @ a_sent) @ b @ a_made).pow(3).sum()
+        expected = torch.autograd.grad(value, [x, a_made, a, b, a_sent], create_graph=True)
+        same(found, expected)
+        assert all(g is not None and g.requires_grad for g in found)
+
+        more = grad(ctx, sum(g.pow(2).sum() for g in found if g is not None), [x, first, second], mode=mode)
+        same(more, torch.autograd.grad(sum(g.pow(2).sum() for g in expected), [x, a, b]))
+
+
+@every_mode
+@pytest.mark.parametrize("hooks", [False, True])
+def test_an_input_between_others(c: Cluster, mode: str, hooks: bool) -> None:
+    """It is used here and sent, twice, so that its gradient has several parts."""
+    seen: list[Tensor] = []
+
+    def run(call: Call) -> tuple[Tensor, list[Tensor]]:
+        x = leaf(2, 3)
+        middle = x.sin() * 2
+        received: Tensor = call(1, layer, (1, middle))
+        if hooks:
+            middle.register_hook(lambda g: seen.append(g) or g * 2)
+        loss = (received * middle + call(2, layer, (2, middle * x)) * received).sum()
+        return loss, [x, middle, received]
+
+    value, inputs = run(here)
+    expected = torch.autograd.grad(value, inputs)
+    with context() as ctx:
+        loss, inputs = run(rpc.rpc_sync)
+        same(grad(ctx, loss, inputs, mode=mode), expected)
+    if hooks:
+        same(seen[1:], seen[:1])
+
+
+def test_nothing_else_is_accumulated_and_no_hook_of_another_leaf_runs(c: Cluster) -> None:
+    x = leaf(2, 3)
+    ran: list[str] = []
+    handles = [
+        WEIGHTS[1].register_hook(lambda g: ran.append("tensor")),
+        WEIGHTS[1].register_post_accumulate_grad_hook(lambda p: ran.append("post")),
+        x.register_post_accumulate_grad_hook(lambda p: ran.append("post of an input")),
+    ]
+    with context() as ctx:
+        grad(ctx, rpc.rpc_sync(1, layer, (1, x)).sum(), x)
+        assert get_gradients(ctx) == {}
+        assert rpc.rpc_sync(1, get_gradients, (ctx,)) == {}
+    assert ran == []
+    assert x.grad is None
+    for handle in handles:
+        handle.remove()
+
+
+@every_mode
+def test_unused_inputs(c: Cluster, mode: str) -> None:
+    x, unused = leaf(2, 3), leaf(3)
+    with context() as ctx:
+        far = rpc.remote(2, weight, (2,))
+        y = rpc.rpc_sync(1, layer, (1, x)).sum()
+        with pytest.raises(AutogradError, match=r"not have been used in the graph: inputs\[1\], inputs\[2\]"):
+            grad(ctx, y, [x, unused, far], retain_graph=True, mode=mode)
+        g, *none = grad(ctx, y, [x, unused, far], allow_unused=True, mode=mode)
+        assert g is not None
+        assert none == [None, None]
+
+
+def test_an_output_that_is_an_input(c: Cluster) -> None:
+    x = leaf(2, 3)
+    v = torch.randn(2, 3, dtype=torch.float64)
+    with context() as ctx:
+        y: Tensor = rpc.rpc_sync(1, layer, (1, x))
+        same(grad(ctx, [x, y], [x, y], [v, v], retain_graph=True), torch.autograd.grad(
+            [x, z := layer(1, x)], [x, z], [v, v]
+        ))  # fmt: skip
+
+
+def text() -> str:
+    return "text"
+
+
+def test_arguments_are_checked(c: Cluster) -> None:
+    x = leaf(2, 3)
+    with context() as ctx:
+        y: Tensor = rpc.rpc_sync(1, layer, (1, x))
+        with pytest.raises(AutogradError, match=r"scalar outputs: outputs\[0\] has shape \(2, 3\)"):
+            grad(ctx, y, x)
+        with pytest.raises(AutogradError, match="Mismatch in shape"):
+            grad(ctx, y, x, torch.ones(3))
+        with pytest.raises(AutogradError, match="2 grad_outputs were given for 1 outputs"):
+            grad(ctx, y, x, [torch.ones(3)] * 2)
+        with pytest.raises(AutogradError, match=r"inputs\[1\] does not require grad"):
+            grad(ctx, y.sum(), [x, torch.ones(3)])
+        with pytest.raises(AutogradError, match="non-empty inputs"):
+            grad(ctx, y.sum(), [])
+        with pytest.raises(TypeError, match=r"inputs\[0\] must be a tensor or an RRef to one, not str"):
+            grad(ctx, y.sum(), ["x"])  # type: ignore[list-item]
+        with pytest.raises(AutogradError, match=r"outputs\[0\] does not require grad"):
+            grad(ctx, torch.ones(1), x)
+        with pytest.raises(AutogradError, match=r"inputs\[0\] refers to a str, not to a tensor"):
+            grad(ctx, y.sum(), rpc.remote(1, text))
+        with pytest.raises(AutogradError, match="mode must be one of"):
+            grad(ctx, y.sum(), x, mode="slow")
+        same(grad(ctx, y.sum(), x), torch.autograd.grad(layer(1, x).sum(), x))  # the context is usable
