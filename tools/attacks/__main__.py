@@ -1,7 +1,8 @@
 """Command line of the attacks.
 
-    python -m tools.attacks            # every attack, by every attacker, on a job with and without a secret
-    python -m tools.attacks --quick    # what CI runs
+    python -m tools.attacks                         # every attack, by every attacker, on every kind of job
+    python -m tools.attacks --quick                 # what CI runs
+    python -m tools.attacks --flood 1000000 5000    # that many frames of garbage, and silent connections
 
 Attackers are other users and containers, so it must run as root; other programs of this host are left alone.
 """
@@ -16,20 +17,37 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tools.attacks import attempts
 from tools.attacks.attackers import Attacker, attack
 from tools.attacks.attempts import Target
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.user_token import directories
 
 SECRET = "the secret of a job, which nobody guesses"
 START_SECONDS = 120
-MAX_GROWTH = 64 << 20
-"""How much memory the workers may take more during an attack, in bytes."""
+MAX_GROWTH = 8 << 20
+"""How much memory a process of the job may take more because of an attack, in bytes."""
+
+WARM_UP_CALLS = 200
+SETTLE_SECONDS = 20.0
+"""Until the descriptors of strangers who have left are closed."""
+
+_VARIABLES = ("ZMQGRAD_SECRET_FILE", "ZMQGRAD_SECRET", "ZMQGRAD_ALLOW_INSECURE", "ZMQGRAD_LOCAL_FAST_PATH")
+
+
+class Kind(Enum):
+    """A kind of job."""
+
+    PLAIN = "job without a secret"
+    SECRET = "job with a secret"
+    HOSTS = "job with a secret, by tcp as between hosts"
 
 
 class Cell(NamedTuple):
@@ -37,13 +55,11 @@ class Cell(NamedTuple):
 
     attacker: Attacker
     attempt: Callable[[Target], str]
-    secret: bool
-    """Whether the job has one."""
+    job: Kind
 
     @property
     def name(self) -> str:
-        job = "with a secret" if self.secret else "without a secret"
-        return f"{self.attacker.value} | {self.attempt.__name__.replace('_', ' ')} | job {job}"
+        return f"{self.attacker.value} | {self.attempt.__name__.replace('_', ' ')} | {self.job.value}"
 
 
 ATTEMPTS: tuple[Callable[[Target], str], ...] = (
@@ -61,15 +77,17 @@ ATTEMPTS: tuple[Callable[[Target], str], ...] = (
 def cells(quick: bool) -> list[Cell]:
     """All attacks in order; those of one kind of job together."""
     found = []
-    for secret in (False, True):
+    for kind in Kind:
+        if quick and kind is Kind.HOSTS:
+            continue
         for attacker in Attacker:
-            if attacker is Attacker.OWN_USER and not secret:
+            if attacker is Attacker.OWN_USER and kind is Kind.PLAIN:
                 continue  # without a secret, his processes trust each other
+            if quick and attacker is Attacker.OTHER_USER and kind is Kind.SECRET:
+                continue
             for attempt in ATTEMPTS:
-                if attempt is attempts.take_the_token and attacker is Attacker.OWN_USER:
-                    continue
-                if not (quick and secret and attacker is Attacker.OTHER_USER):
-                    found.append(Cell(attacker, attempt, secret))
+                if attempt is not attempts.take_the_token or attacker is not Attacker.OWN_USER:
+                    found.append(Cell(attacker, attempt, kind))
     return found
 
 
@@ -77,70 +95,210 @@ def main() -> int:
     """Returns 1 if an attack succeeded, 2 if one could not be tried."""
     parser = argparse.ArgumentParser(prog="python -m tools.attacks", description="Attacks on a running job.")
     parser.add_argument("--quick", action="store_true", help="the part that fits a minute")
+    parser.add_argument(
+        "--flood",
+        nargs=2,
+        type=int,
+        metavar=("FRAMES", "CONNECTIONS"),
+        help="at each address in turn: so many frames of garbage, then so many silent connections",
+    )
     options = parser.parse_args()
     if os.geteuid() != 0:
         print("tools.attacks: must run as root, to act as other users", file=sys.stderr)
         return 2
-    chosen = cells(options.quick)
-    succeeded = tried = 0
-    for secret in (False, True):
-        with _job(secret) as (target, watch):
-            for cell in (each for each in chosen if each.secret == secret):
-                scratch = os.path.dirname(target.marker)
-                got = attack(cell.attacker, directories(), scratch, cell.attempt, target)
-                problems = [got] if got else []
-                problems += watch()
-                tried += 1
-                succeeded += bool(problems)
-                print(f"{cell.name}: {'; '.join(problems) or 'nothing'}", flush=True)
-    print(f"{tried} of {len(chosen)} attacks tried, {succeeded} succeeded")
+    tried, succeeded = flood(*options.flood) if options.flood else try_cells(cells(options.quick))
+    print(f"{tried} attacks tried, {succeeded} succeeded")
     return 1 if succeeded else 0
 
 
-@contextlib.contextmanager
-def _job(secret: bool) -> Iterator[tuple[Target, Callable[[], list[str]]]]:
-    """A job to be attacked: what can be seen of it, and what tells of damage since the last time."""
-    with tempfile.TemporaryDirectory() as name:
-        os.chmod(name, 0o777)  # the attacker's code may write its marker here
-        stop, marker = Path(name) / "stop", Path(name) / "marker"
-        environment = {**os.environ, "ATTACKS_STOP": str(stop)}
-        for variable in ("ZMQGRAD_SECRET_FILE", "ZMQGRAD_SECRET", "ZMQGRAD_ALLOW_INSECURE"):
-            environment.pop(variable, None)
-        if secret:
-            environment["ZMQGRAD_SECRET"] = SECRET
-        for variable in ("ZMQGRAD_SECRET_FILE", "ZMQGRAD_SECRET", "ZMQGRAD_ALLOW_INSECURE"):
-            os.environ.pop(variable, None)  # the attackers have none
-        command = [sys.executable, "-m", "tools.attacks.victim", str(_free_port())]
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
-            assert job.stdout is not None
-            try:
-                begun = json.loads(job.stdout.readline())
-                pids: list[int] = begun["pids"]
-                target = Target(_ports(pids), _names(pids), f"{directories()[0]}/token", str(marker))
-                before = _memory(pids)
+def try_cells(chosen: list[Cell]) -> tuple[int, int]:
+    """Returns how many attacks were tried, and how many succeeded."""
+    succeeded = 0
+    for kind in Kind:
+        of_kind = [each for each in chosen if each.job is kind]
+        if not of_kind:
+            continue
+        with Job(kind) as job:
+            for cell in of_kind:
+                before, began = job.measure(), time.monotonic()
+                got = attack(cell.attacker, directories(), job.directory, cell.attempt, job.target)
+                problems = [got] * bool(got) + job.damage_since(before)
+                succeeded += bool(problems)
+                took = f"{time.monotonic() - began:.1f} s"
+                print(f"{cell.name}: {'; '.join(problems) or 'nothing'} ({took})", flush=True)
+    return len(chosen), succeeded
 
-                def watch() -> list[str]:
-                    found = []
-                    if marker.exists():
-                        found.append("ran code")
-                        marker.unlink()
-                    if job.poll() is not None:
-                        found.append("ended the job")
-                    elif _memory(pids) - before > MAX_GROWTH:
-                        found.append(f"{(_memory(pids) - before) >> 20} MiB more memory")
-                    return found
 
-                yield target, watch
-                stop.touch()
-                ended = json.loads(job.stdout.readline() or "{}")
-                code = job.wait(START_SECONDS)
-                if code or ended.get("lost", 1) or not ended.get("calls"):
-                    raise SystemExit(f"the job was damaged: exit code {code}, {ended}")
-                print(f"the job made {ended['calls']} calls meanwhile and lost none", flush=True)
-            finally:
-                job.kill()
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+def flood(frames: int, connections: int) -> tuple[int, int]:
+    """Floods each address of a job. Returns as :func:`try_cells`."""
+    tried = succeeded = 0
+    columns = (
+        "address",
+        "attack",
+        "calls made, lost",
+        "MiB: at most, after",
+        "descriptors: before, at most, after",
+    )
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for kind in (Kind.SECRET, Kind.HOSTS):
+        with Job(kind) as job:
+            for place in attempts.places(job.target):
+                for act, count in ((attempts.throw, frames), (attempts.crowd_at, connections)):
+                    before = job.measure()
+                    with job.watched() as peak:
+                        attack(
+                            Attacker.CONTAINER,
+                            directories(),
+                            job.directory,
+                            act,
+                            *(place, count, job.target),
+                            seconds=60 + count / 500,
+                        )
+                    problems = job.damage_since(before)
+                    after = job.measure()
+                    what = "frames of garbage" if act is attempts.throw else "silent connections"
+                    print(
+                        f"| {kind.value}: {job.describe(place)} | {count} {what} "
+                        f"| {after.calls - before.calls}, {after.lost - before.lost} "
+                        f"| {growth(before, peak[0]) >> 20}, {growth(before, after) >> 20} "
+                        f"| {sum(before.descriptors)}, {sum(peak[0].descriptors)}, {sum(after.descriptors)} "
+                        f"| {'; '.join(problems)}",
+                        flush=True,
+                    )
+                    tried += 1
+                    succeeded += bool(problems)
+    return tried, succeeded
+
+
+class State(NamedTuple):
+    """What the processes of a job use, and what they have done."""
+
+    memory: tuple[int, ...]
+    descriptors: tuple[int, ...]
+    calls: int
+    lost: int
+
+
+def growth(before: State, after: State) -> int:
+    """Returns by how many bytes the process that has grown most has grown."""
+    return max(b - a for a, b in zip(before.memory, after.memory, strict=True))
+
+
+class Job:
+    """A job to be attacked."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Job:
+        with contextlib.ExitStack() as stack:
+            self.directory = stack.enter_context(tempfile.TemporaryDirectory())
+            os.chmod(self.directory, 0o777)  # the attacker's code may write its marker here
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+            for variable in _VARIABLES:
+                os.environ.pop(variable, None)  # the attackers have none
+            environment = dict(os.environ)
+            if self.kind is not Kind.PLAIN:
+                environment["ZMQGRAD_SECRET"] = SECRET
+            if self.kind is Kind.HOSTS:
+                environment["ZMQGRAD_LOCAL_FAST_PATH"] = "0"
+            environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch's store has a line for each connection
+            command = [sys.executable, "-m", "tools.attacks.victim", str(_free_port()), self.directory]
+            self._process = stack.enter_context(
+                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            )
+            stack.callback(self._process.kill)
+            begun = self._read()
+            self.pids: list[int] = begun["pids"]
+            self._roles: dict[str, str] = begun["roles"]
+            self.target = Target(
+                _ports(self.pids),
+                _names(self.pids),
+                f"{directories()[0]}/token",
+                f"{self.directory}/marker",
+                f"{self.directory}/progress",
+            )
+            attempts.wait_for_calls(self.target, WARM_UP_CALLS)
+            self._stack = stack.pop_all()
+        return self
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        read: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
+        return read
+
+    def __exit__(self, *failure: object) -> None:
+        with self._stack:
+            if failure[0] is not None:
+                return
+            Path(self.directory, "stop").touch()
+            ended = self._read()
+            code = self._process.wait(START_SECONDS)
+            if code or ended.get("lost", 1) or not ended.get("calls"):
+                raise SystemExit(f"the job was damaged: exit code {code}, {ended}")
+            print(f"the job made {ended['calls']} calls meanwhile and lost none", flush=True)
+
+    def measure(self) -> State:
+        """What it uses now."""
+        calls, lost = attempts.calls_made(self.target)
+        return State(
+            tuple(map(_memory, self.pids)), tuple(len(_descriptors(pid)) for pid in self.pids), calls, lost
+        )
+
+    def damage_since(self, before: State) -> list[str]:
+        """What an attack has done, in words."""
+        found = []
+        marker = Path(self.target.marker)
+        if marker.exists():
+            found.append("ran code")
+            marker.unlink()
+        if self._process.poll() is not None:
+            return [*found, "ended the job"]
+        deadline = Deadline.after(SETTLE_SECONDS)
+        while sum((now := self.measure()).descriptors) > sum(before.descriptors) and not deadline.passed():
+            time.sleep(0.05)  # other processes, which report nothing
+        if sum(now.descriptors) > sum(before.descriptors):
+            found.append(f"took {sum(now.descriptors) - sum(before.descriptors)} descriptors")
+        if now.lost > before.lost:
+            found.append(f"{now.lost - before.lost} calls lost")
+        if growth(before, now) > MAX_GROWTH:
+            found.append(f"took {growth(before, now) >> 20} MiB of memory")
+        return found
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[list[State]]:
+        """The most that is used meanwhile, each by itself."""
+        peak, ended = [self.measure()], threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.05):
+                now = self.measure()
+                peak[0] = State(
+                    tuple(map(max, peak[0].memory, now.memory)),
+                    max(peak[0].descriptors, now.descriptors, key=sum),
+                    now.calls,
+                    now.lost,
+                )
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield peak
+        finally:
+            ended.set()
+            watcher.join()
+
+    def describe(self, place: int | str) -> str:
+        """What listens there."""
+        if isinstance(place, int):
+            return f"port of {self._roles.get(str(place), 'bulk data, or of torch')}"
+        if "store" in place:
+            return "unix socket of a store"
+        tail = place.rpartition("-")[2]
+        kinds = {"heartbeat": "unix socket of heartbeats", "0": "unix socket of a worker"}
+        return kinds.get(tail, "unix socket of a reply channel")
 
 
 def _free_port() -> int:
@@ -151,16 +309,19 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _descriptors(pid: int) -> list[str]:
+    """What the descriptors of a process refer to."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(entry))
+    return found
+
+
 def _sockets(pids: list[int]) -> set[str]:
     """The inodes of the sockets of the processes."""
-    found = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = os.readlink(entry)
-                if target.startswith("socket:["):
-                    found.add(target[len("socket:[") : -1])
-    return found
+    found = [target for pid in pids for target in _descriptors(pid)]
+    return {target[len("socket:[") : -1] for target in found if target.startswith("socket:[")}
 
 
 def _ports(pids: list[int]) -> tuple[int, ...]:
@@ -184,14 +345,12 @@ def _names(pids: list[int]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _memory(pids: list[int]) -> int:
-    """The bytes that the processes have in memory for themselves."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{pid}/status").read_text()
-            total += int(text.split("RssAnon:")[1].split()[0]) << 10
-    return total
+def _memory(pid: int) -> int:
+    """The bytes that a process has in memory for itself."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/status").read_text()
+        return int(text.split("RssAnon:")[1].split()[0]) << 10
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ NOBODY = 65534
 
 _NEW_MOUNTS, _NEW_PROCESSES = 0x0002_0000, 0x2000_0000
 _PRIVATE_RECURSIVELY = 0x4_4000
-_SECONDS = 60.0
+SECONDS = 60.0
+"""How long an attack may take."""
 
 
 class Attacker(Enum):
@@ -27,12 +28,20 @@ class Attacker(Enum):
     OWN_USER = "another job of the same user, without the secret"
 
 
-def attack(attacker: Attacker, hidden: list[str], scratch: str, act: Callable[..., str], *args: Any) -> str:
+def attack(
+    attacker: Attacker,
+    hidden: list[str],
+    scratch: str,
+    act: Callable[..., object],
+    *args: Any,
+    seconds: float = SECONDS,
+) -> str:
     """Let ``attacker`` call ``act(*args)``.
 
     Args:
         hidden: directories that a container does not have.
         scratch: the directory of his temporary files.
+        seconds: how long it may take.
 
     Returns:
         What he got, in words; empty for nothing.
@@ -47,8 +56,8 @@ def attack(attacker: Attacker, hidden: list[str], scratch: str, act: Callable[..
     process.start()
     theirs.close()
     try:
-        if not ours.poll(_SECONDS):
-            raise RuntimeError(f"the attack did not end within {_SECONDS:g} s")
+        if not ours.poll(seconds):
+            raise RuntimeError(f"the attack did not end within {seconds:g} s")
         worked, said = ours.recv()
     finally:
         process.kill()
@@ -56,7 +65,7 @@ def attack(attacker: Attacker, hidden: list[str], scratch: str, act: Callable[..
         ours.close()
     if not worked:
         raise RuntimeError(said)
-    return str(said)
+    return str(said or "")
 
 
 def _run(
@@ -64,7 +73,7 @@ def _run(
     attacker: Attacker,
     hidden: list[str],
     scratch: str,
-    act: Callable[..., str],
+    act: Callable[..., object],
     args: tuple[Any, ...],
 ) -> None:
     try:

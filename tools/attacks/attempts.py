@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import encodings.idna  # noqa: F401 (another user may not be able to read it later)
+import itertools
 import os
 import pickle
+import resource
 import select
 import socket
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.heartbeat.protocol import NONCE_SIZE, OF_PEER, PROOF_SIZE, prove
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello, proven
 from zmqgrad.transport.security import Keys, keys_for_store, local_key, secure_client
+from zmqgrad.transport.sockets import (
+    CONNECT_FAILED,
+    CONNECTED,
+    DISCONNECTED,
+    HANDSHAKE_FAILED,
+    SocketMonitor,
+)
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import (
     Blob,
@@ -30,9 +42,23 @@ from zmqgrad.wire.messages import (
 )
 from zmqgrad.wire.messages.payloads import NO_TENSORS
 
-REPLY_SECONDS = 0.5
+PATIENCE_SECONDS = 10.0
+"""How long an attacker waits for what the job does with him. All that is refused is closed."""
+
+SILENCE_SECONDS = 3.0
+"""The same for ports that do not speak the protocol of libzmq, and say something that is none."""
+
+HANDSHAKE_MS = 500
+"""After that, libzmq closes a connection to a port that says nothing."""
+
 CROWD = 400
 """Silent connections at each address."""
+
+ROUNDS = 160
+"""Frames of garbage at each address."""
+
+CALLS = 30
+"""That the job makes while they are silent."""
 
 
 class Target(NamedTuple):
@@ -45,6 +71,8 @@ class Target(NamedTuple):
     """The file of the user's token."""
     marker: str
     """A file that the attacker's code would make."""
+    progress: str
+    """A file with the number of calls that the job has made."""
 
 
 class Exploit:
@@ -76,85 +104,138 @@ def _packets(target: Target) -> Iterator[bytes]:
         yield bytes(encode(call, source, 0, 1))
 
 
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], kind: int, keys: Keys | None) -> zmq.Socket[bytes]:
-    made: zmq.Socket[bytes] = context.socket(kind)
-    made.linger = 0
-    if keys is not None:
-        secure_client(made, keys)
-    return made
+class _Knock:
+    """A socket of libzmq that connects to a port once."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, port: int, keys: Keys | None
+    ) -> None:
+        self.port = port
+        self.admitted = self.ended = False
+        self.socket: zmq.Socket[bytes] = context.socket(kind)
+        self.socket.linger = 0
+        self.socket.reconnect_ivl = -1
+        self.socket.handshake_ivl = HANDSHAKE_MS
+        if keys is not None:
+            secure_client(self.socket, keys)
+        self.monitor = SocketMonitor(
+            self.socket, CONNECTED | DISCONNECTED | CONNECT_FAILED | HANDSHAKE_FAILED
+        )
+
+    def connect(self) -> None:
+        self.socket.connect(f"tcp://127.0.0.1:{self.port}")
+
+    def look(self) -> None:
+        for event in self.monitor.read():
+            self.admitted |= event.kind == CONNECTED
+            self.ended |= event.kind != CONNECTED
+
+    def receive(self) -> list[bytes]:
+        """What has arrived."""
+        found = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                found.append(self.socket.recv(zmq.NOBLOCK))
+        return found
+
+
+@contextlib.contextmanager
+def _knocking(
+    target: Target, kind: int, prepare: Callable[[zmq.Socket[bytes]], None]
+) -> Iterator[list[_Knock]]:
+    """Sockets that have connected to all ports, with all keys, until each was refused, or has a reply."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    knocks: list[_Knock] = []
+    try:
+        knocks += [_Knock(context, kind, port, keys) for port in target.ports for keys in _keys()]
+        for knock in knocks:
+            knock.connect()
+            prepare(knock.socket)
+        deadline = Deadline.after(SILENCE_SECONDS)
+        while not deadline.passed():
+            waiting = [knock for knock in knocks if not (knock.ended or knock.socket.poll(0))]
+            if not waiting:
+                break
+            poll = select.poll()
+            for knock in waiting:
+                poll.register(knock.monitor.fd, select.POLLIN)
+            poll.poll(100)
+            for knock in waiting:
+                knock.look()
+        yield knocks
+    finally:
+        for knock in knocks:
+            knock.monitor.close()
+        context.destroy(linger=0)
+
+
+def _send(socket: zmq.Socket[bytes], packets: Iterable[bytes | bytearray]) -> None:
+    """Sends packets, unless the connection was refused already."""
+    with contextlib.suppress(zmq.Again):
+        for packet in packets:
+            socket.send(packet, zmq.NOBLOCK)
 
 
 def run_code_by_tcp(target: Target) -> str:
     """Send a call whose arguments run a command to every port. Whether it ran is seen afterwards."""
-    with zmq.Context() as context:
-        for port in target.ports:
-            for keys in _keys():
-                with _dealer(context, zmq.DEALER, keys) as dealer:
-                    dealer.connect(f"tcp://127.0.0.1:{port}")
-                    for packet in _packets(target):
-                        dealer.send(packet)
-                    dealer.poll(int(REPLY_SECONDS * 1000))
-    return ""
+
+    def send(socket: zmq.Socket[bytes]) -> None:
+        _send(socket, _packets(target))
+
+    with _knocking(target, zmq.DEALER, send):
+        return ""
 
 
 def run_code_by_unix_socket(target: Target) -> str:
     """The same by every unix socket, behind each first packet that he can make."""
-    answered = []
+    said = []
     for name in target.names:
         for keys in _keys():
             for key in (b"", local_key(keys, b""), local_key(None, b"")):
                 hello = proven(key, f"ipc://{name}", Hello(PROTOCOL, 0, 0, 1))
-                for first in (hello, *_packets(target)):
-                    reply = _say(name, [first, *_packets(target)])
-                    if reply:
-                        answered.append(f"{name} replied {reply[:20]!r}")
-    return "; ".join(answered)
+                said += [(name, [first, *_packets(target)]) for first in (hello, *_packets(target))]
+    return "; ".join(f"{name} replied {reply[:20]!r}" for name, reply in _say(said) if reply)
 
 
-def _say(name: str, packets: list[bytes]) -> bytes:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.settimeout(REPLY_SECONDS)
-        try:
+def _say(said: Sequence[tuple[str, Sequence[bytes]]]) -> Iterator[tuple[str, bytes]]:
+    """Sends packets by a connection to each name. Returns the replies; empty where it was closed."""
+    opened: list[tuple[str, socket.socket]] = []
+    for name, packets in said:
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.settimeout(PATIENCE_SECONDS)
+        with contextlib.suppress(OSError):
             stranger.connect(f"\0{name[1:]}")
+            opened.append((name, stranger))
             for packet in packets:
                 stranger.send(packet)
-            return stranger.recv(1000)
-        except OSError:
-            return b""
+    for name, stranger in opened:
+        with stranger, contextlib.suppress(OSError):
+            yield name, stranger.recv(1000)
 
 
 def read_the_store(target: Target) -> str:
     """Get a value of the store, or any reply."""
+
+    def send(socket: zmq.Socket[bytes]) -> None:
+        _send(socket, [encode(query, 0, 7, 1) for query in (StorePing("x"), StoreGet("password", 1.0))])
+
     found = []
-    with zmq.Context() as context:
-        for port in target.ports:
-            for keys in _keys():
-                with _dealer(context, zmq.DEALER, keys) as dealer:
-                    dealer.connect(f"tcp://127.0.0.1:{port}")
-                    for query in (StorePing("x"), StoreGet("password", 1.0)):
-                        dealer.send(encode(query, 0, 7, 1))
-                    while dealer.poll(int(REPLY_SECONDS * 1000)):
-                        found.append(f"port {port}: {decode(dealer.recv())[1]}")
+    with _knocking(target, zmq.DEALER, send) as knocks:
+        for knock in knocks:
+            if knock.socket.poll(0):
+                knock.socket.poll(1000)  # the second reply
+                found += [f"port {knock.port}: {decode(data)[1]}" for data in knock.receive()]
     return "; ".join(found)
 
 
 def subscribe(target: Target) -> str:
     """Receive notifications of changes; the XPUB would tell by its handshake that he is admitted."""
-    admitted = []
-    places = [f"ipc://{name}" for name in target.names if "watch" in name]
-    places += [f"tcp://127.0.0.1:{port}" for port in target.ports]
-    with zmq.Context() as context:
-        for place in places:
-            for keys in _keys():
-                with _dealer(context, zmq.SUB, keys) as subscriber:
-                    monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-                    subscriber.subscribe(b"")
-                    subscriber.connect(place)
-                    if monitor.poll(int(REPLY_SECONDS * 1000)):
-                        admitted.append(place)
-                    subscriber.disable_monitor()
-                    monitor.close(linger=0)
-    return "; ".join(admitted)
+
+    def subscribe_to_all(socket: zmq.Socket[bytes]) -> None:
+        socket.subscribe(b"")
+
+    with _knocking(target, zmq.SUB, subscribe_to_all) as knocks:
+        return "; ".join(f"tcp://127.0.0.1:{knock.port}" for knock in knocks if knock.admitted)
 
 
 def take_the_token(target: Target) -> str:
@@ -173,7 +254,7 @@ def pass_for_a_peer(target: Target) -> str:
         if not name.endswith("-heartbeat"):
             continue
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.settimeout(REPLY_SECONDS)
+            stranger.settimeout(PATIENCE_SECONDS)
             try:
                 stranger.connect(f"\0{name[1:]}")
                 greeting = stranger.recv(1000)
@@ -189,41 +270,76 @@ def pass_for_a_peer(target: Target) -> str:
 
 def send_garbage(target: Target) -> str:
     """Random and half-true bytes to every address; what they do is seen afterwards."""
+    for place in places(target):
+        throw(place, ROUNDS)
+    return ""
+
+
+def throw(place: int | str, count: int, target: Target | None = None) -> None:
+    """Sends ``count`` frames of garbage to an address, each by a connection of its own."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     huge = b"\x06" + (1 << 30).to_bytes(8, "big")
+    curve = greeting.replace(b"NULL\0", b"CURVE")
     said = [os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", greeting + huge, greeting + b"\x04\x19\x05READY"]
-    said += [greeting.replace(b"NULL", b"CURV") + huge, b"\x01\x00" * 2000, b"zg\x04" + os.urandom(200)]
-    for _ in range(20):
-        for place, data in ((place, data) for place in _places(target) for data in said):
-            with contextlib.suppress(OSError), _connected(place) as stranger:
-                stranger.sendall(data)
-    return ""
+    said += [curve + huge, curve + b"\x04\x05\x04JUNK", b"\x01\x00" * 2000, b"zg\x04" + os.urandom(200)]
+    for data in itertools.islice(itertools.cycle(said), count):
+        with contextlib.suppress(OSError), _connected(place) as stranger:
+            if isinstance(place, int):  # reset, so that the port of this end is free at once
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.sendall(data)
 
 
 def stay_silent(target: Target) -> str:
-    """Hundreds of connections to every address that send nothing, for a while."""
-    crowd = []
-    with contextlib.suppress(OSError):
-        for place in _places(target):
+    """Hundreds of connections to every address that send nothing, while the job makes some calls."""
+    with contextlib.ExitStack() as crowd:
+        for place in places(target):
             for _ in range(CROWD):
-                crowd.append(_connected(place))
-    time.sleep(3)
-    select.select([], [], [], 0)
-    for stranger in crowd:
-        stranger.close()
+                crowd.enter_context(_connected(place))
+        wait_for_calls(target, CALLS)
     return ""
 
 
-def _places(target: Target) -> list[int | str]:
+def crowd_at(place: int | str, count: int, target: Target) -> None:
+    """Opens ``count`` silent connections to one address, and keeps them while the job makes some calls."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as crowd:
+        for _ in range(count):
+            crowd.enter_context(_connected(place))
+        wait_for_calls(target, CALLS)
+
+
+def calls_made(target: Target) -> tuple[int, int]:
+    """The calls that the job has made, and those that it has lost."""
+    data = Path(target.progress).read_bytes()
+    calls, lost = struct.unpack("=QQ", data) if data else (0, 0)
+    return calls, lost
+
+
+def wait_for_calls(target: Target, count: int) -> None:
+    """Waits until the job has made ``count`` more calls.
+
+    Raises:
+        TimeoutError: if it does not: it stands still.
+    """
+    until, deadline = calls_made(target)[0] + count, Deadline.after(PATIENCE_SECONDS * 3)
+    while calls_made(target)[0] < until:
+        if deadline.passed():
+            raise TimeoutError(f"the job has not made {count} calls")
+        time.sleep(0.01)  # another process, which can send us nothing
+
+
+def places(target: Target) -> list[int | str]:
+    """The addresses of a job."""
     return [*target.ports, *target.names]
 
 
 def _connected(place: int | str) -> socket.socket:
     if isinstance(place, int):
-        return socket.create_connection(("127.0.0.1", place), REPLY_SECONDS)
+        return socket.create_connection(("127.0.0.1", place), PATIENCE_SECONDS)
     for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
         stranger = socket.socket(socket.AF_UNIX, kind)
-        stranger.settimeout(REPLY_SECONDS)
+        stranger.settimeout(PATIENCE_SECONDS)
         try:
             stranger.connect(f"\0{place[1:]}")
             return stranger
