@@ -351,6 +351,27 @@ def test_a_forged_record_is_refused_and_disturbs_nothing(
     assert "refused a sealed record" in caplog.text
 
 
+def test_after_too_many_forgeries_a_key_is_dropped(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As is its link, to which the key belonged: neither end takes it for a connection that only broke."""
+    monkeypatch.setattr(records, "MAX_FORGED_PARTS", 5)
+    pair.send(1, some(1))
+    pair.take()
+    forged = [bytearray(x) for x in pair.records[-1]]
+    forged[1][0] ^= 1
+    with pair.intruder([forged] * 4, pair.tokens[0]):
+        eventually(lambda: pair.sealed(1)["refused"], lambda n: n == 4)
+    pair.send(2, some(2))
+    assert pair.take().envelope.message_id == 2
+    assert pair.sealed(1)["keys_dropped"] == 0
+    with pair.intruder([forged], pair.tokens[0]):
+        assert "forged on their way" in pair.ends[1].get(timeout=WAIT).reason
+    assert pair.sealed(1)["keys_dropped"] == 1
+    assert "forged on their way" in pair.ends[0].get(timeout=WAIT).reason
+    assert pair.arrived[1].empty()
+
+
 def test_nobody_connects_without_the_password(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     pair.send(1, some(1))
     pair.take()

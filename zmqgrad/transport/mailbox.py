@@ -216,6 +216,7 @@ class ZmqMailbox(Mailbox):
             self._endpoint.inproc,
             lambda peer: self._links.to(peer).endpoint,
             self._may_wait,
+            self._endpoint.end,
         )
         self._endpoint.end_bulk = self._sealed.end
         source = self.worker_id, self.incarnation

@@ -73,6 +73,7 @@ class ChannelReceiver:
         mailbox: returns the inproc endpoint of the mailbox's ROUTER.
         reassembler: of the mailbox.
         reply: sends a message to a peer over CURVE; does not raise because of the peer.
+        end: ends the link to a peer, for a reason.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ChannelReceiver:
         mailbox: str,
         reassembler: Reassembler,
         reply: Callable[..., None],
+        end: Callable[[int, str], None],
     ) -> None:
         self._name = name
         self._incarnation = incarnation
@@ -94,6 +96,7 @@ class ChannelReceiver:
         self._mailbox = mailbox
         self._reassembler = reassembler
         self._reply = reply
+        self._end_link = end
         self._lock = threading.Lock()  # guards _channels and _port
         self._channels: dict[int, _Channel] = {}
         self._port = 0
@@ -104,6 +107,7 @@ class ChannelReceiver:
         self._inproc = f"inproc://{name}-bulk-{secrets.token_hex(16)}"
         self._ends: deque[tuple[int, bytes]] = deque()
         self.refused = 0
+        self.keys_dropped = 0
         self.bytes_in = 0
 
     # ---- opening, in the reading thread -----------------------------------------------------------------
@@ -231,6 +235,7 @@ class ChannelReceiver:
     def _receive(self, frames: Sequence[zmq.Frame], forward: zmq.Socket[bytes]) -> float:
         """Handles a record, behind the identity of its connection. Returns when to acknowledge it."""
         record: list[Buffer] = [frame.buffer for frame in frames[1:]]
+        channel: _Channel | None = None
         try:
             head = read_head(record)
             channel = self._channels.get(head.channel)
@@ -241,6 +246,8 @@ class ChannelReceiver:
             return channel.incoming.due
         except ProtocolError as e:
             self._refuse(e)
+            if channel is not None and channel.cipher.is_forged:
+                self._drop(channel)
         except Exception:
             logger.exception("%s: handling a sealed record failed", self._name)
         return math.inf
@@ -298,6 +305,15 @@ class ChannelReceiver:
         if self.refused <= MAX_LOGGED:
             logger.warning("%s: refused a sealed record (%s)", self._name, error)
 
+    def _drop(self, channel: _Channel) -> None:
+        """Opens nothing more with the key of ``channel``. What was still to come is lost with its link."""
+        with self._lock:
+            if self._channels.pop(channel.number, None) is None:
+                return
+        self.keys_dropped += 1
+        logger.warning("%s: dropped a key: too many records of %r were forged", self._name, channel.cipher)
+        self._end_link(channel.peer, "too many of its sealed records were forged on their way")
+
     def _acknowledge(self, now: float) -> float:
         """Sends the acknowledgements that are due. Returns when the next one is."""
         due = math.inf
@@ -317,10 +333,11 @@ class ChannelReceiver:
                 del self._channels[number]
 
     def statistics(self) -> dict[str, Any]:
-        """Returns counts of records refused, received twice and after a gap."""
+        """Returns counts of records refused, received twice and after a gap, and of keys dropped."""
         incoming = [channel.incoming for channel in list(self._channels.values())]
         return {
             "refused": self.refused,
+            "keys_dropped": self.keys_dropped,
             "duplicates": sum(each.duplicates for each in incoming),
             "gaps": sum(each.gaps for each in incoming),
         }

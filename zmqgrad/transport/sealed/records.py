@@ -48,6 +48,10 @@ SP 800-38D permits even where nonces are random."""
 RENEW_AFTER_BYTES = 1 << 38
 """The same for bytes: about where the advantage of an attacker reaches 2^-57 (RFC 8446, section 5.5)."""
 
+MAX_FORGED_PARTS = 1 << 32
+"""After this many parts that did not open, a key is dropped. Each has a chance of 2^-111 to be a forgery that
+opens (2^16 blocks of a part, a tag of 2^128); DTLS 1.3 permits 2^36 (RFC 9147, section 4.5.3)."""
+
 _HEAD = struct.Struct("!2sHQQQ")
 _MAGIC = b"zB"
 _BINDING = struct.Struct("!QQ")
@@ -105,6 +109,7 @@ class NullCipher:
     tag_bytes = 0
     sealed = 0
     is_used_up = False
+    is_forged = False
 
     def __init__(self, channel: int) -> None:
         self.channel = channel
@@ -151,6 +156,8 @@ class Cipher:
         self.channel = channel
         self.sealed = 0
         """How many parts were sealed: the next nonce."""
+        self.forged = 0
+        """How many parts did not open."""
         self._sealed_bytes = 0
         self._aead = AESGCM(key)
         self._binding = _BINDING.pack(source, target)
@@ -191,6 +198,11 @@ class Cipher:
         """Whether another key must replace this one: the more it has sealed, the less each seal is worth."""
         return self.sealed >= RENEW_AFTER_PARTS or self._sealed_bytes >= RENEW_AFTER_BYTES
 
+    @property
+    def is_forged(self) -> bool:
+        """Whether nothing more must be opened: each part that did not open was one attempt at a forgery."""
+        return self.forged >= MAX_FORGED_PARTS
+
     def _associated(self, head: Buffer, index: int) -> bytes:
         return bytes(head) + self._binding + _INDEX(index)
 
@@ -223,6 +235,7 @@ class Cipher:
         return _NONCE(nonce), record[1 + index], self._associated(record[0], index)
 
     def _refused(self, index: int) -> ProtocolError:
+        self.forged += 1
         return ProtocolError(f"part {index} of a record of channel {self.channel:#x} is not authentic")
 
     def __repr__(self) -> str:  # keys must not appear in logs

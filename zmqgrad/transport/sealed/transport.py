@@ -129,6 +129,7 @@ class SealedTransport:
         inproc: endpoint of the mailbox's ROUTER.
         endpoint: returns the endpoint in use to a peer.
         may_wait: returns whether the calling thread may wait for messages.
+        end: ends the link to a peer, for a reason.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class SealedTransport:
         inproc: str,
         endpoint: Callable[[int], str],
         may_wait: Callable[[], bool],
+        end: Callable[[int, str], None],
     ) -> None:
         self._name = name
         self._incarnation = incarnation
@@ -157,7 +159,9 @@ class SealedTransport:
         self._secured = secured
         self._enabled = AVAILABLE or not secured
         self._lacks_cipher = zap is not None and not AVAILABLE
-        self._receiver = ChannelReceiver(name, incarnation, context, host, zap, inproc, reassembler, notify)
+        self._receiver = ChannelReceiver(
+            name, incarnation, context, host, zap, inproc, reassembler, notify, end
+        )
         self.end = self._receiver.end
         self._lock = threading.Lock()  # guards all below; sending to a channel has the channel's lock
         self._channels: dict[int, _Channel] = {}
