@@ -157,6 +157,16 @@ def test_a_secret_of_the_store_admits_to_the_store_alone(monkeypatch: pytest.Mon
         assert store.get("key") == b"value"
     monkeypatch.setenv("ZMQGRAD_SECRET", theirs.decode())
     with pytest.raises(ConfigurationError, match="one for clients of the store"):
-        keys_for_worker()
+        keys_for_worker(b"job")
+    monkeypatch.delenv("ZMQGRAD_SECRET")
+    assert keys_for_worker(b"job") is None
+
+
+def test_workers_of_another_job_with_the_same_secret_have_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZMQGRAD_SECRET", SECRET)
-    assert keys_for_worker() == load_keys(SECRET)
+    ours, theirs = keys_for_worker(b"ours"), keys_for_worker(b"theirs")
+    assert ours == keys_for_worker(b"ours")
+    for other in (theirs, load_keys(SECRET), keys_for_store(SECRET)):
+        assert ours is not None
+        assert other is not None
+        assert not {ours.server, ours.client, ours.local} & {other.server, other.client, other.local}

@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.attacks import attempts
-from tools.attacks.attackers import Attacker, attack
+from tools.attacks.attackers import SECRET, Attacker, attack
 from tools.attacks.attempts import Target
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.user_token import directories
 
-SECRET = "the secret of a job, which nobody guesses"
 START_SECONDS = 120
 MAX_GROWTH = 8 << 20
 """How much memory a process of the job may take more because of an attack, in bytes."""
@@ -81,9 +80,12 @@ def cells(quick: bool) -> list[Cell]:
         if quick and kind is Kind.HOSTS:
             continue
         for attacker in Attacker:
-            if attacker is Attacker.OWN_USER and kind is Kind.PLAIN:
+            if kind is Kind.PLAIN and attacker in (Attacker.OWN_USER, Attacker.SAME_SECRET):
                 continue  # without a secret, his processes trust each other
             if quick and attacker is Attacker.OTHER_USER and kind is Kind.SECRET:
+                continue
+            if attacker is Attacker.SAME_SECRET:
+                found.append(Cell(attacker, attempts.run_code_as_another_job, kind))
                 continue
             for attempt in ATTEMPTS:
                 if attempt is not attempts.take_the_token or attacker is not Attacker.OWN_USER:

@@ -14,6 +14,8 @@ from typing import Any
 
 NOBODY = 65534
 
+SECRET = "the secret of a job, which nobody guesses"
+
 _NEW_MOUNTS, _NEW_PROCESSES = 0x0002_0000, 0x2000_0000
 _PRIVATE_RECURSIVELY = 0x4_4000
 SECONDS = 60.0
@@ -26,6 +28,7 @@ class Attacker(Enum):
     OTHER_USER = "another user of this host"
     CONTAINER = "a container on this host's network, with the user's number but not his files"
     OWN_USER = "another job of the same user, without the secret"
+    SAME_SECRET = "another job of the same user, with the same secret"
 
 
 def attack(
@@ -83,6 +86,8 @@ def _run(
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
             os.environ["HOME"] = "/nonexistent"
+        elif attacker is Attacker.SAME_SECRET:
+            os.environ["ZMQGRAD_SECRET"] = SECRET
         elif attacker is Attacker.CONTAINER:
             _enter_container(hidden)
         result.send((True, act(*args)))

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import zmq
 
+from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.heartbeat.protocol import NONCE_SIZE, OF_PEER, PROOF_SIZE, prove
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello, proven
-from zmqgrad.transport.security import Keys, keys_for_store, local_key, secure_client
+from zmqgrad.transport.security import Keys, keys_for_store, keys_for_worker, local_key, secure_client
 from zmqgrad.transport.sockets import (
     CONNECT_FAILED,
     CONNECTED,
@@ -50,6 +51,8 @@ SILENCE_SECONDS = 3.0
 
 HANDSHAKE_MS = 500
 """After that, libzmq closes a connection to a port that says nothing."""
+
+ANOTHER_JOB = b"the name of another job"
 
 CROWD = 400
 """Silent connections at each address."""
@@ -94,8 +97,10 @@ def _call(target: Target) -> Call:
 def _keys() -> Iterator[Keys | None]:
     """No keys, and those that the attacker can make."""
     yield None
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(ZmqgradError):
         yield keys_for_store()
+    with contextlib.suppress(ZmqgradError):
+        yield keys_for_worker(ANOTHER_JOB)
 
 
 def _packets(target: Target) -> Iterator[bytes]:
@@ -194,6 +199,20 @@ def run_code_by_unix_socket(target: Target) -> str:
             for key in (b"", local_key(keys, b""), local_key(None, b"")):
                 hello = proven(key, f"ipc://{name}", Hello(PROTOCOL, 0, 0, 1))
                 said += [(name, [first, *_packets(target)]) for first in (hello, *_packets(target))]
+    return "; ".join(f"{name} replied {reply[:20]!r}" for name, reply in _say(said) if reply)
+
+
+def run_code_as_another_job(target: Target) -> str:
+    """Both, with the secret of the job, which admits to its store, by the sockets of its workers."""
+    keys = keys_for_worker(ANOTHER_JOB)
+    assert keys is not None
+    run_code_by_tcp(target)
+    said = []
+    for name in target.names:
+        if "store" not in name:
+            for key in (local_key(keys, b""), local_key(keys, ANOTHER_JOB)):
+                hello = proven(key, f"ipc://{name}", Hello(PROTOCOL, 0, 0, 1))
+                said.append((name, [hello, *_packets(target)]))
     return "; ".join(f"{name} replied {reply[:20]!r}" for name, reply in _say(said) if reply)
 
 

@@ -191,8 +191,10 @@ def keys_for_store(secret: str | bytes | None = None) -> Keys | None:
     return None if environment.allows_insecure() else _derive(read_token(), False)
 
 
-def keys_for_worker() -> Keys | None:
-    """Returns the keys of the job's workers; None if there is no secret.
+def keys_for_worker(job: bytes) -> Keys | None:
+    """Returns the keys of the workers of ``job``, its random name; None if there is no secret.
+
+    Workers of another job with the same secret have other keys.
 
     Raises:
         ConfigurationError: as :func:`load_keys`; or if the secret is one for clients of the store.
@@ -203,7 +205,7 @@ def keys_for_worker() -> Keys | None:
             "this secret is one for clients of the store (`zmqgrad secret --role store`): a worker needs "
             "that of the job itself"
         )
-    return None if found is None else _derive(found)
+    return None if found is None else _derive(hmac.digest(found, b"workers of " + job, "sha512"))
 
 
 def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:

@@ -119,7 +119,7 @@ def _make_group(
 def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
     job = store.compare_set(_JOB_KEY, "", secrets.token_hex(32))  # the first worker sets it for all
     address = worker_address(store)
-    fast_path, keys = options.uses_fast_path(), keys_for_worker()
+    fast_path, keys = options.uses_fast_path(), keys_for_worker(job)
     if keys is None and not environment.allows_insecure():
         keys = job_keys(job)
         # All workers are on this host, and other users of it have no business at a port.
