@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +94,54 @@ def test_only_serialization_pickles() -> None:
         "zmqgrad.rpc.remote_errors",
         "zmqgrad.elastic.agent.functions",  # results of its own child processes, by a private directory
     }
+
+
+LOADERS = {
+    f"{module}.{name}"
+    for module in (
+        "pickle",
+        "cloudpickle",
+        "marshal",
+        "dill",
+        "joblib",
+        "torch",
+        "torch.jit",
+        "torch.package",
+    )
+    for name in ("load", "loads", "Unpickler", "PackageImporter")
+}
+"""What may run code that is in the bytes that it reads."""
+
+
+def loading(tree: ast.Module) -> Iterator[str]:
+    """The names of the functions and classes of a module that use one of LOADERS."""
+    for statement in tree.body:
+        for node in ast.walk(statement):
+            used = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.ImportFrom):
+                used = [f"{node.module}.{alias.name}" for alias in node.names]
+            if any(each in LOADERS for each in used):
+                yield getattr(statement, "name", "<module>")
+
+
+def test_what_unpickles_is_listed_with_what_guards_it() -> None:
+    """The table of docs/security.md has every place of this library that reads pickles, and no other."""
+    _, _, text = (ROOT.parent / "docs" / "security.md").read_text().partition("Pickles that are read before")
+    rows = [line.split("|")[1:-1] for line in text.split("\n\n")[1].splitlines()[2:]]
+    listed = {place for _, where, _ in rows for place in named(where)}
+    assert listed == {
+        (name.removeprefix("zmqgrad.").replace(".", "/") + ".py", function)
+        for name, tree in TREES.items()
+        for function in loading(tree)
+    }
+    for path, function in (place for row in rows for cell in row[1:] for place in named(cell)):
+        defined = ast.walk(ast.parse((ROOT / path).read_text()))
+        assert any(getattr(node, "name", None) == function for node in defined), (path, function)
+
+
+def named(cell: str) -> list[tuple[str, str]]:
+    """The functions that a cell of the table names, as ``file: function``."""
+    return re.findall(r"`([\w/]+\.py)`: `(\w+)`", cell)
 
 
 @pytest.mark.slow
