@@ -139,6 +139,7 @@ def test_the_engine_can_be_silent() -> None:
 def test_a_pass_is_a_graph_task() -> None:
     """torch._C._current_graph_task_id, _will_engine_execute_node and _stash_obj_in_tls; queue_callback;
     and the variables of register_multi_grad_hook."""
+    internals.show_passes_to_torch()
     ids: list[int] = []
 
     def note(_: Any) -> None:

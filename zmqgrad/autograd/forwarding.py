@@ -8,6 +8,7 @@ releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -25,7 +26,7 @@ from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.repeated_calls import draw_seed, seeded
 from zmqgrad.autograd.roots import check_roots
-from zmqgrad.autograd.torch_internals import in_checkpoint
+from zmqgrad.autograd.torch_internals import in_checkpoint, show_passes_to_torch
 from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import Description, describe
@@ -50,6 +51,8 @@ from zmqgrad.wire.messages import (
     RRefValue,
 )
 
+NOTHING = nullcontext()
+
 _CALLS = (Call, RemoteCall, RRefFetch)
 _WRAPPED = (*_CALLS, Result, RemoteResult, RRefValue)
 
@@ -64,12 +67,14 @@ def install(worker: Worker) -> None:
     hooks.with_history = _keeps_history
     hooks.backward = autograd.backward_from
     hooks.debug["autograd"] = autograd.debug_info
-    hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.serve
+    hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = worker.callee.run
+    hooks.surroundings[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.surround
     hooks.request_unwrappers[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.open_request
     hooks.response_unwrappers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_response
     autograd.participant.install()
     autograd.releases.install()
     local_passes.install()
+    show_passes_to_torch()
 
 
 def _keeps_history() -> bool:
@@ -87,20 +92,10 @@ class Autograd:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.versions = ParameterVersions(self._read_in_calls)
+        self.versions = ParameterVersions()
         self.contexts = Contexts(lambda: worker.hooks.tracer, lambda: self.versions.published)
         self.releases = Releases(worker, self.contexts)
         self.participant = Participant(worker, self.contexts, self.releases.end_passes)
-
-    def _read_in_calls(self) -> None:
-        """Let calls inside contexts read shared parameters. Without these, calls pay nothing for it."""
-        self._worker.hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = self._run_reading
-
-    def _run_reading(self, inbound: Inbound) -> None:
-        message = inbound.message
-        assert isinstance(message, ForwardAutogradReq)
-        with self.versions.reading(fresh=self.contexts.get(message.context_id) is None):
-            self._worker.callee.run(inbound)
 
     def begin(self) -> Context:
         """Create a context."""
@@ -149,15 +144,14 @@ class Autograd:
         if context is not None and isinstance(message, ForwardAutogradReq):
             context.remove_send(message.autograd_id)
 
-    def serve(self, inbound: Inbound) -> None:
-        """Run a call of a context; if it has a seed, with random numbers that follow from it."""
+    def surround(self, inbound: Inbound) -> AbstractContextManager[object]:
+        """Return what surrounds a call of a context: it reads shared parameters, and may have a seed."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradReq)
-        if message.seed is None:
-            self._worker.callee.run(inbound)
-        else:
-            with seeded(message.seed):
-                self._worker.callee.run(inbound)
+        reading: AbstractContextManager[object] = NOTHING
+        if self.versions.are_shared():
+            reading = self.versions.reading(fresh=self.contexts.get(message.context_id) is None)
+        return reading if message.seed is None else seeded(message.seed, reading)
 
     def open_request(self, inbound: Inbound) -> Unwrapped:
         """Unwrap a call, and make its context the active one of what runs it."""

@@ -8,7 +8,7 @@ that begins with it draws the same numbers, for dropout for example.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -19,12 +19,12 @@ def draw_seed() -> int:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Set the random generators to ``seed``, and restore them on exit.
+def seeded(seed: int, outer: AbstractContextManager[object]) -> Iterator[None]:
+    """Within ``outer``, set the random generators to ``seed``, and restore them on exit.
 
     They belong to the process: other calls that draw numbers at the same time disturb both.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
+    with outer, torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         yield

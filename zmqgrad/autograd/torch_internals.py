@@ -190,10 +190,17 @@ class _Engine(type(_own_engine)):  # type: ignore[misc]
             task.queue_callback(callback)
 
 
-# Checkpoints, hooks of several tensors and modules such as FSDP look these up in each call.
-torch._C._current_graph_task_id = _graph_task_id
-torch._C._will_engine_execute_node = _will_execute
-torch.autograd.Variable._execution_engine = _Engine()
+_engine = _Engine()
+
+
+def show_passes_to_torch() -> None:
+    """Make torch report passes as graph tasks, from the first worker of this process on.
+
+    Checkpoints, hooks of several tensors and modules such as FSDP look these up in each call.
+    """
+    torch._C._current_graph_task_id = _graph_task_id
+    torch._C._will_engine_execute_node = _will_execute
+    torch.autograd.Variable._execution_engine = _engine
 
 
 def _completion(hook: Mapping[str, Any]) -> Callable[[], None] | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -112,14 +112,9 @@ def unpack(saved: _Saved) -> torch.Tensor:
 
 
 class ParameterVersions:
-    """The shared parameters of one worker. Thread-safe.
+    """The shared parameters of one worker. Thread-safe."""
 
-    Args:
-        on_first: called when the first parameter becomes shared.
-    """
-
-    def __init__(self, on_first: Callable[[], None]) -> None:
-        self._on_first = on_first
+    def __init__(self) -> None:
         # By id of the parameter, which the value keeps alive; optimizers keep the value.
         self._shared: weakref.WeakValueDictionary[int, SharedParameter] = weakref.WeakValueDictionary()
         self._changed = threading.Condition()  # guards all below
@@ -134,9 +129,11 @@ class ParameterVersions:
     def share(self, param: torch.Tensor) -> SharedParameter:
         """Return the state of a parameter, which is shared from now on."""
         with self._changed:
-            if not self._shared:
-                self._on_first()
             return self._shared.setdefault(id(param), SharedParameter(param))
+
+    def are_shared(self) -> bool:
+        """Whether there are shared parameters. Without these, calls pay nothing for them."""
+        return bool(self._shared)
 
     # ---- reading ----------------------------------------------------------------------------------------
 

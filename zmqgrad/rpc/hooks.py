@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,6 +57,10 @@ class Hooks:
     reports: dict[MessageType, RequestHandler] = field(default_factory=dict)
     """Takes what a request reports of its sender, in the thread that has read it: before the request is
     served, and before the end of its sender is known. Must be quick."""
+    surroundings: dict[MessageType, Callable[[Inbound], AbstractContextManager[object]]] = field(
+        default_factory=dict
+    )
+    """Returns the context manager in which a request is served. No frame of it lies below the function."""
     request_unwrappers: dict[int, Unwrapper] = field(default_factory=dict)
     response_unwrappers: dict[MessageType, Unwrapper] = field(default_factory=dict)
     request_interceptor: RequestInterceptor | None = None

@@ -71,6 +71,7 @@ class Server:
         self._held: list[Task] | None = None  # requests that arrive before serve(); None: they run at once
         self._control, self._requests = worker.hooks.control, worker.hooks.requests
         self._reports = worker.hooks.reports
+        self._surroundings = worker.hooks.surroundings
         self._control[MessageType.CANCEL] = self._on_cancel
 
     # ---- dispatch ---------------------------------------------------------------------------------------
@@ -161,8 +162,11 @@ class Server:
         try:
             if request is not None and request.is_over():
                 self._reject_expired(inbound)
-            else:
+            elif envelope.type not in self._surroundings:
                 copy_context().run(handler, inbound)  # context variables that it sets end with it
+            else:
+                with self._surroundings[envelope.type](inbound):  # type: ignore[index]
+                    copy_context().run(handler, inbound)
         except BaseException as e:
             failed = True
             self.reply_error(inbound, e)
