@@ -24,6 +24,7 @@ from tests.support.processes import run_processes
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients, grad
 from zmqgrad.errors import AutogradError, PayloadError
+from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.testing import Cluster, cluster
 
 PAGE = Path(__file__).parents[2] / "docs" / "autograd.md"
@@ -235,17 +236,23 @@ def sine_of_dropped(x: Tensor) -> Tensor:
 
 
 def differentiate_a_checkpoint_around_a_call(rank: int) -> Any:
-    """On worker 0: what was computed, the gradient, and what the callee draws after it."""
+    """On worker 0: what was computed, the gradient, and what the callee draws after it.
+
+    First without shared parameters on the callee, then with one.
+    """
     rpc.init_rpc(f"worker{rank}")
-    found = None
-    if rank == 0:
+    found = []
+    shared: list[Any] = []
+    for _ in range(2 if rank == 0 else 0):
         x = torch.full((200,), 0.25, requires_grad=True)
         with context() as ctx:
             call(torch.manual_seed, 5)
             y = torch.utils.checkpoint.checkpoint(sine_of_dropped, x * 1, use_reentrant=False)
             torch.rand(5)  # what the program draws next does not matter
             backward(ctx, [y.sum()])
-            found = y.detach(), get_gradients(ctx)[x], call(torch.rand, 3)
+            found.append((y.detach(), get_gradients(ctx)[x], call(torch.rand, 3)))
+        params = [rpc.remote(1, torch.nn.Parameter, (torch.ones(1),))]
+        shared.append(DistributedOptimizer(torch.optim.SGD, params, lr=0.1, versions=True))
     rpc.shutdown()
     return found
 
@@ -255,12 +262,14 @@ def differentiate_a_checkpoint_around_a_call(rank: int) -> Any:
 @row("`torch.utils.checkpoint` around calls, with random numbers in them")
 def test_a_checkpoint_around_a_call_repeats_its_random_numbers() -> None:
     """What was computed shows which elements dropout has kept, and so what the gradient is in one process."""
-    y, gradient, drawn = run_processes(differentiate_a_checkpoint_around_a_call, 2)[0]
-    kept = y != 0
-    assert 50 < kept.sum() < 150
-    torch.testing.assert_close(gradient, torch.where(kept, 2 * torch.cos(torch.tensor(0.5)), 0.0))
-    torch.manual_seed(5)
-    torch.testing.assert_close(drawn, torch.rand(3))
+    found = run_processes(differentiate_a_checkpoint_around_a_call, 2)[0]
+    assert len(found) == 2
+    for y, gradient, drawn in found:
+        kept = y != 0
+        assert 50 < kept.sum() < 150
+        torch.testing.assert_close(gradient, torch.where(kept, 2 * torch.cos(torch.tensor(0.5)), 0.0))
+        torch.manual_seed(5)
+        torch.testing.assert_close(drawn, torch.rand(3))
 
 
 @row("`saved_tensors_hooks`, `save_on_cpu`")
