@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zmqgrad import rpc
-from zmqgrad.errors import RpcTimeoutError, UnknownWorkerError
+from zmqgrad.errors import PeerLostError, RpcTimeoutError, UnknownWorkerError
 from zmqgrad.rpc import api
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.testing import Cluster, cluster
@@ -86,6 +86,24 @@ def test_a_missing_participant_is_a_timeout(trio: Cluster) -> None:
     assert isinstance(error, RpcTimeoutError)
     assert "timed out in _all_gather after 0.05 seconds" in str(error)
     assert "worker0, worker1, worker2" in str(error)
+    assert on_each(trio, [0, 1], lambda rank: rpc.barrier(["worker0", "worker1"])) == [None] * 2
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_lost_participant_fails_the_collective_at_once(trio: Cluster, before: bool) -> None:
+    names = ["worker0", "worker1", "worker2"]
+    if before:
+        trio.workers[0].lose(2, "unplugged")
+    results: list[Any] = []
+    done = threading.Thread(
+        target=lambda: results.extend(on_each(trio, [0, 1], lambda _: rpc.barrier(names)))
+    )
+    done.start()
+    if not before:
+        trio.workers[0].lose(2, "unplugged")
+    done.join(30)
+    assert [type(each) for each in results] == [PeerLostError] * 2
+    assert all("worker2 (worker 2) is gone: unplugged" in str(each) for each in results)
     assert on_each(trio, [0, 1], lambda rank: rpc.barrier(["worker0", "worker1"])) == [None] * 2
 
 

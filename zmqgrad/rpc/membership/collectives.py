@@ -1,8 +1,8 @@
 """Collectives over named workers: ``all_gather`` and ``barrier``.
 
 All participants make the same call. The one whose name sorts first is the root: it gathers the values by an
-asynchronous function, which replies when the last value has arrived. A sequence number per set of
-participants distinguishes successive collectives.
+asynchronous function, which replies when the last value has arrived, or when a participant is lost. A
+sequence number per set of participants distinguishes successive collectives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def all_gather(
         RpcTimeoutError: if not all have called this within ``timeout``. The sequence numbers of workers that
             call later no longer match.
         UnknownWorkerError: if a name is unknown, or this worker is not a participant.
-        PeerLostError: if the root has died.
+        PeerLostError: if a participant has died, or dies before all have called this.
     """
     worker = current_worker()
     names = tuple(sorted({r.name for r in worker.membership.all()} if workers is None else set(workers)))
@@ -86,7 +86,8 @@ def _contribute(names: tuple[str, ...], number: int, name: str, value: Any) -> P
 class _Collectives:
     """The collectives of one worker: its sequence numbers, and the values gathered so far as root."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._lock = threading.Lock()  # guards all below
         self._numbers: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(itertools.count)
         self._open: dict[tuple[tuple[str, ...], int], dict[str, tuple[Any, PythonFuture[Any]]]] = {}
@@ -102,15 +103,42 @@ class _Collectives:
         with self._lock:
             gathered = self._open.setdefault(key, {})
             gathered[name] = value, future
-            if len(gathered) < len(key[0]):
-                return future
-            del self._open[key]
-        values = {each: gathered[each][0] for each in key[0]}
-        for _, waiting in gathered.values():
-            waiting.set_result(values)
+            first, last = len(gathered) == 1, len(gathered) == len(key[0])
+            if last:
+                del self._open[key]
+        if last:
+            values = {each: gathered[each][0] for each in key[0]}
+            for _, waiting in gathered.values():
+                waiting.set_result(values)
+        elif first:
+            self._monitor(key[0])
         return future
+
+    def _monitor(self, names: Iterable[str]) -> None:
+        """Make sure that the loss of a participant is noticed here, also if it has happened before."""
+        worker = self._worker
+        for record in map(worker.membership.find, names):
+            if record.id != worker.id:
+                if record.id not in worker.lost:
+                    worker.mailbox.monitor(record.id)
+                if record.id in worker.lost:
+                    self.on_lost(record.id)
+
+    def on_lost(self, peer: int) -> None:
+        """Fail the collectives that wait for a lost participant, or whose result it no longer gets."""
+        name = self._worker.membership.name_of(peer)
+        with self._lock:
+            failed = [self._open.pop(key) for key in list(self._open) if name in key[0]]
+        for gathered in failed:
+            for _, waiting in gathered.values():
+                waiting.set_exception(self._worker.loss_of(peer, f"a collective of {', '.join(gathered)}"))
 
 
 def _collectives(worker: Worker) -> _Collectives:
-    found: _Collectives = worker.hooks.extensions.setdefault(_EXTENSION, _Collectives())
+    found: _Collectives | None = worker.hooks.extensions.get(_EXTENSION)
+    if found is None:
+        made = _Collectives(worker)
+        found = worker.hooks.extensions.setdefault(_EXTENSION, made)
+        if found is made:
+            worker.hooks.peer_lost.append(lambda peer, _: made.on_lost(peer))
     return found
