@@ -195,7 +195,7 @@ class Job:
 
     def __enter__(self) -> Job:
         with contextlib.ExitStack() as stack:
-            self.directory = stack.enter_context(tempfile.TemporaryDirectory())
+            self.directory = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
             os.chmod(self.directory, 0o777)  # the attacker's code may write its marker here
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)

@@ -493,11 +493,13 @@ class ZmqMailbox(Mailbox):
         """Sends the last message of a link, unless the peer has certainly ended."""
         first = encode(Goodbye(reason[:1000]), self.worker_id, self.incarnation, 0)
         try:
-            if link.local is not None:
-                self._links.send_packet(link, link.local, first, awaited=False)
-            elif link.session is not None:
+            local = link.local  # read once: the reading thread may shut the link just now
+            if local is not None:
+                self._links.send_packet(link, local, first, awaited=False)
+            else:
                 with link.lock:
-                    link.session.send_last(first)
+                    if link.session is not None:
+                        link.session.send_last(first)
         except (ZmqgradError, zmq.ZMQError) as e:
             logger.debug("%s: worker %d does not get the last message: %s", self._name, link.peer, e)
 
