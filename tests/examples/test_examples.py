@@ -87,6 +87,16 @@ def test_the_small_program(backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gradient_penalty", "maml", "hessian_vector_product"])
+def test_second_derivatives(name: str) -> None:
+    """Each compares itself with one process; torch's RPC has no second derivatives."""
+    said = run(EXAMPLES / f"{name}.py", seconds=60)
+    assert number(r"largest difference to one process: (\S+)", said) < 1e-9
+    if name != "hessian_vector_product":
+        assert number(r"from ([-.\d]+) to", said) > number(r"to ([-.\d]+)\n", said)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_data_parallel_training_beside_rpc(backend: str) -> None:
     """It compares itself with one process; the last batches are mostly understood.
