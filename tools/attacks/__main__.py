@@ -32,7 +32,11 @@ from zmqgrad.transport.user_token import directories
 
 START_SECONDS = 120
 MAX_GROWTH = 8 << 20
-"""How much memory a process of the job may take more because of an attack, in bytes."""
+"""How much memory a process of the job may take more because of a flood of one of its addresses, in bytes."""
+
+MAX_CELL_GROWTH = 2 * MAX_GROWTH
+"""The same for an attack on all of its addresses at once. Of the first crowd of silent connections, the
+allocator keeps 5 to 8 MiB; of another one, a megabyte."""
 
 WARM_UP_CALLS = 200
 SETTLE_SECONDS = 20.0
@@ -124,7 +128,7 @@ def try_cells(chosen: list[Cell]) -> tuple[int, int]:
             for cell in of_kind:
                 before, began = job.measure(), time.monotonic()
                 got = attack(cell.attacker, directories(), job.directory, cell.attempt, job.target)
-                problems = [got] * bool(got) + job.damage_since(before)
+                problems = [got] * bool(got) + job.damage_since(before, MAX_CELL_GROWTH)
                 succeeded += bool(problems)
                 took = f"{time.monotonic() - began:.1f} s"
                 print(f"{cell.name}: {'; '.join(problems) or 'nothing'} ({took})", flush=True)
@@ -156,7 +160,7 @@ def flood(frames: int, connections: int) -> tuple[int, int]:
                             *(place, count, job.target),
                             seconds=60 + count / 500,
                         )
-                    problems = job.damage_since(before)
+                    problems = job.damage_since(before, MAX_GROWTH)
                     after = job.measure()
                     what = "frames of garbage" if act is attempts.throw else "silent connections"
                     print(
@@ -249,8 +253,8 @@ class Job:
             tuple(map(_memory, self.pids)), tuple(len(_descriptors(pid)) for pid in self.pids), calls, lost
         )
 
-    def damage_since(self, before: State) -> list[str]:
-        """What an attack has done, in words."""
+    def damage_since(self, before: State, max_growth: int) -> list[str]:
+        """What an attack has done, in words; ``max_growth``: the bytes that each process may take more."""
         found = []
         marker = Path(self.target.marker)
         if marker.exists():
@@ -265,7 +269,7 @@ class Job:
             found.append(f"took {sum(now.descriptors) - sum(before.descriptors)} descriptors")
         if now.lost > before.lost:
             found.append(f"{now.lost - before.lost} calls lost")
-        if growth(before, now) > MAX_GROWTH:
+        if growth(before, now) > max_growth:
             found.append(f"took {growth(before, now) >> 20} MiB of memory")
         return found
 
