@@ -358,9 +358,13 @@ def _connected(place: int | str) -> socket.socket:
         return socket.create_connection(("127.0.0.1", place), PATIENCE_SECONDS)
     for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
         stranger = socket.socket(socket.AF_UNIX, kind)
-        stranger.settimeout(PATIENCE_SECONDS)
+        # With settimeout(), a full queue of the listener would be an error at once.
+        stranger.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PATIENCE_SECONDS), 0)
+        )
         try:
             stranger.connect(f"\0{place[1:]}")
+            stranger.settimeout(PATIENCE_SECONDS)
             return stranger
         except OSError:
             stranger.close()
