@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -99,19 +100,38 @@ def grad_mode_of(x: torch.Tensor) -> Any:
     return torch.is_grad_enabled(), x.requires_grad, x.is_leaf, x.grad_fn is not None
 
 
-going_on = threading.Event()
+started, going_on = threading.Event(), threading.Event()
 
 
 def double_when_told(x: torch.Tensor) -> torch.Tensor:
-    """Multiply, after a call of :func:`go_on`."""
+    """Multiply, after a call of :func:`go_on_without`."""
+    started.set()
     going_on.wait(20.0)
     going_on.clear()
     return x * 2
 
 
-def go_on() -> None:
-    """Let :func:`double_when_told` continue."""
+def wait_for_start() -> None:
+    """Wait until :func:`double_when_told` runs, in its context."""
+    started.wait(20.0)
+    started.clear()
+
+
+def go_on_without(context_id: int) -> None:
+    """Let :func:`double_when_told` continue when this worker has cleaned up the context."""
+    end = time.monotonic() + 20.0
+    while knows(context_id) and time.monotonic() < end:
+        time.sleep(0.001)  # torch cleans up some time after the call that asks for it, without any event
     going_on.set()
+
+
+def knows(context_id: int) -> bool:
+    """Whether this worker has the context."""
+    try:
+        dist_autograd.get_gradients(context_id)
+    except RuntimeError:
+        return False
+    return True
 
 
 # ---- gradients --------------------------------------------------------------------------------------------
@@ -633,17 +653,19 @@ def a_context_after_shutdown() -> Any:
 @scenario()
 def a_reply_that_arrives_after_its_context_has_ended() -> Any:
     x = leaf(1.0, 2.0)
-    with dist_autograd.context():
+    with dist_autograd.context() as context_id:
         future = rpc.rpc_async("worker1", double_when_told, args=(x,))
-    rpc.rpc_sync("worker1", go_on)
+        rpc.rpc_sync("worker1", wait_for_start)
+    rpc.rpc_sync("worker1", go_on_without, args=(context_id,))
     return attempt(future.wait, "Couldn't find autograd context")
 
 
 @scenario()
 def a_constant_that_arrives_after_its_context_has_ended() -> Any:
-    with dist_autograd.context():
+    with dist_autograd.context() as context_id:
         future = rpc.rpc_async("worker1", double_when_told, args=(torch.ones(2),))
-    rpc.rpc_sync("worker1", go_on)
+        rpc.rpc_sync("worker1", wait_for_start)
+    rpc.rpc_sync("worker1", go_on_without, args=(context_id,))
     return future.wait()
 
 
