@@ -166,6 +166,8 @@ def _listen(number: int, port: str, *, secured: bool) -> str:
             raise ConfigurationError(f"file descriptor {number} is bound to port {own}, not {port}")
         address = tcp_address(host, own)
         check_bind_address(address, secured)
+        # As libzmq: else connections that the server ended keep others from the port for a minute.
+        bound.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
         bound.listen(ACCEPT_BACKLOG)
         bound.setblocking(False)
         return address

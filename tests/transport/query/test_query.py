@@ -545,9 +545,7 @@ def test_a_server_out_of_file_descriptors_keeps_its_port(
     monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
     clock, given = ManualClock(), None
     if address == "a descriptor":
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            address, given = f"tcp://127.0.0.1:{bound.getsockname()[1]}", bound.detach()
+        address, given = bound_descriptor()
     running = Running(address, clock=clock, listen_fd=given)
     port = running.server.port
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -569,6 +567,24 @@ def test_a_server_out_of_file_descriptors_keeps_its_port(
     running.stop()
     with socket.create_server(("127.0.0.1", port)):
         pass
+
+
+def bound_descriptor() -> tuple[str, int]:
+    """An address, and the descriptor of a socket that is bound to it as a user may: without any option."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{bound.getsockname()[1]}", bound.detach()
+
+
+def test_the_port_of_a_descriptor_is_free_when_the_server_has_ended_its_connections() -> None:
+    address, given = bound_descriptor()
+    running = Running(address, listen_fd=given, fast_path=False)
+    port = running.server.port
+    with closing(client_of(running, port=port)) as client:
+        assert client.request(A, PATIENCE) == StoreValue(b"a")
+        running.stop()
+        with socket.create_server(("127.0.0.1", port)):
+            pass
 
 
 # ---- addresses --------------------------------------------------------------------------------------------
