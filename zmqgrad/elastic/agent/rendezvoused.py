@@ -28,6 +28,7 @@ from zmqgrad.elastic.agent.events import (
 )
 from zmqgrad.elastic.agent.opening import reply_seconds
 from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, in_order, place
+from zmqgrad.elastic.backends.store import store_is_lost
 from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
 from zmqgrad.errors import (
     RendezvousConnectionError,
@@ -121,12 +122,9 @@ class RendezvousCoordinator(Coordinator):
             try:
                 command()
             except Exception as error:
-                fatal = (
-                    RendezvousConnectionError
-                    if self._serves_rounds
-                    else RendezvousConnectionError | StoreError
-                )
-                self._is_lost |= isinstance(error, fatal)
+                if isinstance(error, StoreError) and not self._serves_rounds:
+                    error = store_is_lost(error)  # the rounds share the store of the rendezvous
+                self._is_lost |= isinstance(error, RendezvousConnectionError)
                 self.events.post(RendezvousFailed(error))
         self._end_round()
         if self._opened is not None:

@@ -103,4 +103,9 @@ class StoreBackend(RendezvousBackend):
         try:
             yield
         except StoreError as e:
-            raise RendezvousConnectionError(f"the store of the rendezvous cannot be used: {e}") from e
+            raise store_is_lost(e) from e
+
+
+def store_is_lost(error: StoreError) -> RendezvousConnectionError:
+    """What ``error`` of the store that a rendezvous is held in means for the rendezvous."""
+    return RendezvousConnectionError(f"the store of the rendezvous cannot be used: {error}")
