@@ -68,6 +68,31 @@ def test_a_pass_ends_when_a_worker_that_it_waits_for_is_lost(c3: Cluster, route:
     assert f"worker{lost} (worker {lost}) is gone: its process has ended" in str(failed[0])
 
 
+@pytest.mark.parametrize(("loser", "lost"), [(1, 2), (2, 1)], ids=["on the way there", "on the way back"])
+def test_the_root_learns_at_once_that_another_worker_has_lost_one(c3: Cluster, loser: int, lost: int) -> None:
+    """The gradients between the two are in flight; the root itself still reaches both."""
+    failed: list[BaseException] = []
+
+    def differentiate() -> None:
+        with c3.acting(0), context() as ctx:
+            loss = rpc.rpc_sync(1, relay, ([2], leaf(1))).sum()
+            try:
+                backward(ctx, [loss])
+            except PeerLostError as e:
+                failed.append(e)
+
+    with c3.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, source=loser, target=lost) as held:
+        thread = threading.Thread(target=differentiate)
+        thread.start()
+        assert isinstance(held, Hold)
+        held.wait()
+        c3.workers[loser].lose(lost, "its link was cut")
+        thread.join(5.0)
+        assert not thread.is_alive()
+    assert f"worker{lost} (worker {lost}) is gone: its link was cut" in str(failed[0])
+    assert not {loser, lost} & c3.workers[0].lost.keys()
+
+
 def test_a_pass_ends_that_others_take_to_a_worker_that_was_lost_before(c3: Cluster) -> None:
     with (
         c3.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, target=2),

@@ -76,6 +76,36 @@ def test_a_worker_may_be_lost_once_its_part_is_done() -> None:
     assert detector.error() is None
 
 
+@pytest.mark.parametrize("announced_first", [True, False])
+def test_a_request_whose_receiver_was_lost_by_its_sender_ends_the_pass(announced_first: bool) -> None:
+    detector = TerminationDetector(root=0)
+    steps = [
+        lambda: detector.handled([ROOTS], [(5, [8])], QUIET),
+        lambda: detector.lose_requests([7, 8], ConnectionError("gone")),
+    ]
+    for step in steps if announced_first else steps[::-1]:
+        assert not detector.finished.done()
+        step()
+    assert detector.finished.done()
+    assert isinstance(detector.error(), ConnectionError)
+
+
+@pytest.mark.parametrize("announced_first", [True, False])
+def test_a_request_that_was_handled_may_be_reported_as_lost(announced_first: bool) -> None:
+    detector = TerminationDetector(root=0)
+    steps = [
+        lambda: detector.handled([ROOTS], [(5, [8])], QUIET),
+        lambda: detector.handled([8], [], QUIET),
+    ]
+    for step in steps if announced_first else steps[::-1]:
+        step()
+        assert detector.finished.done() is (step is steps[1 if announced_first else 0])
+        if step is steps[1]:
+            detector.lose_requests([8], ConnectionError("gone"))
+    assert detector.finished.done()
+    assert detector.error() is None
+
+
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_the_latest_report_of_a_worker_counts(order: tuple[int, int]) -> None:
     detector = TerminationDetector(root=0)

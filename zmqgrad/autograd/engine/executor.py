@@ -170,6 +170,10 @@ class LocalPass:
         edges = [start for entry in self._starts for start in entry if isinstance(start, GradientEdge)]
         return recomputes(edge.node for edge in edges)
 
+    def requests_to(self, worker: int) -> tuple[int, ...]:
+        """Return the requests that this pass has sent, or may send, to ``worker``."""
+        return tuple([recv.autograd_id for recv in self._recvs.values() if recv.peer == worker])
+
     def abandon(self) -> None:
         """Stop the pass on this worker as soon as the groups that run now are done."""
         self.abandoned = True

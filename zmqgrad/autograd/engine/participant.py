@@ -18,10 +18,11 @@ from zmqgrad.autograd.engine.failures import describe_failure, rebuild_failure
 from zmqgrad.autograd.engine.step import BackwardStep
 from zmqgrad.autograd.engine.termination import TerminationDetector
 from zmqgrad.errors import AutogradError, ClosedError, RpcError, TransportError
+from zmqgrad.rpc.membership.group import LEFT, LEFT_AT_ONCE
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.transport.tap import Tracer
-from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.ids import show_id, split_id
 from zmqgrad.wire.messages import (
     BackwardAutogradReq,
     BackwardAutogradResp,
@@ -156,10 +157,31 @@ class Participant:
         )
 
     def peer_lost(self, peer: int, error: BaseException) -> None:
-        """Fail the passes that began here and have requests outstanding at ``peer``."""
+        """Fail the passes that have requests outstanding at ``peer``; those of other workers by a report.
+
+        The workers where those passes began may still reach ``peer``, but what was sent to it from here may
+        not have arrived, which nobody knows as long as it has not reported that. If it has left, it has said
+        so to all, behind its last report.
+        """
         self._monitored.discard(peer)
         for detector in list(self._detectors.values()):
             detector.lose(peer, error)
+        if self._worker.lost[peer] in (LEFT, LEFT_AT_ONCE):
+            return
+        try:
+            self._worker.submit(functools.partial(self._report_lost, peer, error))
+        except ClosedError:
+            logger.debug("passes of other workers end with this one")
+
+    def _report_lost(self, peer: int, error: BaseException) -> None:
+        """Report the requests that passes of other workers may have sent from here to a lost peer."""
+        waiting = StallReport(self.worker_id, 0)
+        for context in self._contexts.live():
+            for pass_id, local_pass in context.local_passes().items():
+                root, requests = split_id(pass_id)[0], local_pass.requests_to(peer)
+                if requests and root not in (self.worker_id, peer):
+                    described = self.describe_error(error, root)
+                    self.report(root, pass_id, ProgressReport((), (), waiting, described, requests))
 
     def close(self) -> None:
         """Fail the passes that began here, because the worker shuts down."""
@@ -347,6 +369,9 @@ class Participant:
         detector = self._detectors.get(pass_id)
         if detector is not None:
             error = None if handled.error is None else rebuild_failure(handled.error)
+            if handled.lost and error is not None:
+                detector.lose_requests(handled.lost, error)
+                return
             detector.handled(handled.requests, handled.sent, handled.waiting, error)
             for worker, _ in handled.sent:
                 if worker not in self._monitored:

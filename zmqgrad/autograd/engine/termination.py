@@ -45,6 +45,7 @@ class TerminationDetector:
         self._with_callbacks: set[int] = set()
         self._error: BaseException | None = None
         self._lost: dict[int, BaseException] = {}
+        self._lost_requests: dict[int, BaseException] = {}
         self.steps = 0
         """How many reports have been counted."""
         self._new_promise = new_promise
@@ -88,8 +89,7 @@ class TerminationDetector:
                         self._reported_early.discard(request)
                     else:
                         self._outstanding[request] = worker
-            if self._lost:
-                self._lost_outstanding()
+            self._fail_if_lost()
             failed = self._error is not None
             done = failed or not (self._outstanding or self._reported_early)
         if done:
@@ -108,7 +108,16 @@ class TerminationDetector:
         """Fail the pass if a request is or will be reported as outstanding at ``worker``, which is lost."""
         with self._lock:
             self._lost[worker] = error
-            self._lost_outstanding()
+            self._fail_if_lost()
+            failed = self._error is not None
+        if failed:
+            self._finish(failed)
+
+    def lose_requests(self, requests: Sequence[int], error: BaseException) -> None:
+        """Fail if one of ``requests`` is or will be outstanding: their sender has lost their receiver."""
+        with self._lock:
+            self._lost_requests.update(dict.fromkeys(requests, error))
+            self._fail_if_lost()
             failed = self._error is not None
         if failed:
             self._finish(failed)
@@ -124,12 +133,14 @@ class TerminationDetector:
             self._on_failed()
         self.finished.set_result(None)
 
-    def _lost_outstanding(self) -> None:
-        """Fail if a request is outstanding at a lost worker. The caller holds the lock."""
-        for worker in self._outstanding.values() if self._lost else ():
-            if worker in self._lost:
-                self._error = self._error or self._lost[worker]
-                return
+    def _fail_if_lost(self) -> None:
+        """Fail if a request is outstanding that is lost, or at a lost worker. The caller holds the lock."""
+        if self._lost or self._lost_requests:
+            for request, worker in self._outstanding.items():
+                lost = self._lost.get(worker) or self._lost_requests.get(request)
+                if lost is not None:
+                    self._error = self._error or lost
+                    return
 
     def error(self) -> BaseException | None:
         """Return the first error, if any."""

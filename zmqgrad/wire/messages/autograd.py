@@ -70,13 +70,15 @@ class ProgressReport(WireStruct, frozen=True):
     """A worker has handled ``requests`` of a pass, and sent the requests in ``sent``.
 
     A request is the gradients of one send, identified by its autograd id. ``sent`` lists workers, with the
-    requests sent to each. ``error`` is set if handling failed.
+    requests sent to each. ``error`` is set if handling failed, or if the worker has lost a peer: ``lost`` are
+    requests that it may have sent to that peer, which may not have arrived.
     """
 
     requests: Ids
     sent: Annotated[tuple[tuple[WorkerId, Ids], ...], Meta(max_length=MAX_TENSORS)]
     waiting: StallReport
     error: ExceptionReply | None = None
+    lost: Ids = ()
 
 
 class PassOptions(WireStruct, frozen=True):
