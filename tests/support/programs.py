@@ -474,6 +474,7 @@ def _in_place(step: InPlace, target: _Value, other: _Value, values: list[_Value]
         target.replace(in_place(tensor, b))
     else:
         target.replace(fresh(tensor, b))
+    target.used = False  # whatever used what was there before
     # In place or not: what is there now, and the memory it shared before, may be what an operation has saved.
     for value in (target, *aliases):
         value.touched = True
