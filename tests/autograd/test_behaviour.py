@@ -471,6 +471,29 @@ def test_a_pass_that_starts_while_another_registers_a_hook_runs_hooks_once(c: Cl
         assert_gradients(ctx, (w, [6.0]))
 
 
+@pytest.mark.parametrize("at", ["cut", "within"])
+def test_a_hook_at_one_of_several_cuts_leaves_the_others_alone(c: Cluster, at: str) -> None:
+    """Groups that do not end at the tensor with the hook run as if there were none."""
+
+    def run(call: Callable[[Tensor], Tensor], w: Tensor) -> tuple[Tensor, list[float]]:
+        seen: list[float] = []
+        first = (w * 2).sin()
+        inner = first * 3
+        second = inner.exp()
+        third = second * w.cos()
+        {"cut": first, "within": inner}[at].register_hook(lambda g: (seen.append(g.item()), g * 3)[1])
+        return first + second * third + call(first) + call(second) + call(third), seen
+
+    w, alone = leaf(0.3), leaf(0.3)
+    loss, expected = run(lambda x: x * 2, alone)
+    loss.backward()  # type: ignore[no-untyped-call]
+    with context() as ctx:
+        loss, seen = run(lambda x: rpc.rpc_sync(1, double, (x,)), w)
+        backward(ctx, [loss.sum()])
+        torch.testing.assert_close(get_gradients(ctx)[w], alone.grad)
+    assert seen == pytest.approx(expected)
+
+
 def test_a_hook_of_a_leaf_sees_the_whole_gradient_once(c: Cluster) -> None:
     w = leaf(1)
     w.register_hook(lambda g: g.clamp(max=1.0))
@@ -605,7 +628,8 @@ def test_a_function_before_an_undefined_gradient_is_called_as_in_one_process(
     c: Cluster, monkeypatch: pytest.MonkeyPatch, how: str, zeros: bool
 ) -> None:
     """A gradient that was requested and is undefined differs from one that was not requested."""
-    monkeypatch.setattr(executor, "hooks_registered", lambda: how == "node by node")
+    for name in ("hooks_registered", "has_tensor_hook"):
+        monkeypatch.setattr(executor, name, lambda *_: how == "node by node")
 
     def run(to: Callable[..., Tensor], ws: list[Tensor]) -> Tensor:
         a, b, unused, d, e = (Counts.apply(w, zeros).sin() for w in ws)

@@ -329,3 +329,50 @@ def test_a_node_of_torchs_own_can_be_called() -> None:
     assert hooked is not None
     assert torch.equal(hooked, torch.full_like(y, 2))
     assert torch.equal(node(hooked)[0], torch.full_like(y, 4))
+
+
+def test_a_tensor_marks_its_output_when_it_gets_a_hook() -> None:
+    """Node.metadata, Tensor.output_nr, and that torch looks up Tensor.register_hook."""
+    first, second = leaf().unbind()[:2]
+    assert not internals.has_tensor_hook((second.grad_fn, 1))
+    second.register_hook(lambda gradient: None)
+    assert internals.has_tensor_hook((second.grad_fn, 1))
+    assert not internals.has_tensor_hook((first.grad_fn, 0))
+
+
+def test_a_tensor_that_is_changed_in_place_leaves_its_hooks_behind() -> None:
+    """So its mark stays at the right node, and a hook that is registered afterwards marks another."""
+    y = leaf() * 2
+    before, seen = y.grad_fn, list[str]()
+    y.register_hook(lambda gradient: seen.append("before"))
+    y.mul_(3)
+    assert internals.has_tensor_hook((before, 0))
+    assert not internals.has_tensor_hook((y.grad_fn, 0))
+    y.register_hook(lambda gradient: seen.append("after"))
+    assert internals.has_tensor_hook((y.grad_fn, 0))
+    y.sum().backward()
+    assert seen == ["after", "before"]
+
+
+def test_tensors_of_subclasses_mark_theirs_too() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    y = leaf().as_subclass(Own) * 2
+    y.register_hook(lambda gradient: None)
+    assert internals.has_tensor_hook((y.grad_fn, 0))
+
+
+def test_only_hooks_of_nodes_count_as_such() -> None:
+    """torch.autograd.Function._register_hook."""
+    before = internals.node_hook_handles_made()
+    y = leaf() * 2
+    y.register_hook(lambda gradient: None)
+    leaf().register_post_accumulate_grad_hook(lambda tensor: None)
+    torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+    assert internals.node_hook_handles_made() == before
+    node: Any = y.grad_fn
+    node.register_hook(lambda *_: None)
+    node.register_prehook(lambda *_: None)
+    torch.autograd.graph.get_gradient_edge(leaf()).node.register_prehook(lambda *_: None)
+    assert internals.node_hook_handles_made() == before + 3

@@ -331,19 +331,57 @@ def hook_handles_made() -> int:
     return handles if handles < 0 else handles + _retained
 
 
+def node_hook_handles_made() -> int:
+    """Return how many of these hooks, internal ones included, are hooks of nodes."""
+    return _of_nodes
+
+
+def has_tensor_hook(edge: Edge) -> bool:
+    """Whether the engine may run a hook of a tensor, no leaf, where it returns the gradient at ``edge``.
+
+    True also if all of them have been removed, and everywhere if gradients of any tensor are retained: that
+    hook moves with the tensor when it is changed in place.
+    """
+    return _retained > 0 or edge[1] in edge[0].metadata.get(_HOOKED, ())
+
+
 _retained = 0
+_of_nodes = 0
+_HOOKED = "zmqgrad_hooked"
+"""The key in the metadata of a node, which lives as long as the node, with the outputs that have hooks."""
+
 _own_retain_grad = torch.Tensor.retain_grad
+_own_register_hook: Callable[..., Any] = torch.Tensor.register_hook
+_own_node_hook: Callable[..., Any] = torch.autograd.Function._register_hook
 
 
 @functools.wraps(_own_retain_grad)
 def _retain_grad(tensor: torch.Tensor) -> None:
     global _retained
-    _own_retain_grad(tensor)
     if not tensor.is_leaf:
         _retained += 1
+    _own_retain_grad(tensor)
+
+
+@functools.wraps(_own_register_hook)
+def _register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    node: Any = tensor.grad_fn
+    if node is not None:  # marked before the hook is there
+        node.metadata.setdefault(_HOOKED, set()).add(tensor.output_nr)
+    return _own_register_hook(tensor, hook)
+
+
+@functools.wraps(_own_node_hook)
+def _register_node_hook(*args: Any) -> Any:
+    """Called by torch for each hook of a node, before or after it."""
+    global _of_nodes
+    _of_nodes += 1
+    return _own_node_hook(*args)
 
 
 torch.Tensor.retain_grad = _retain_grad  # type: ignore[assignment, method-assign]
+torch.Tensor.register_hook = _register_hook  # type: ignore[method-assign]
+torch.autograd.Function._register_hook = staticmethod(_register_node_hook)  # type: ignore[method-assign]
 
 
 def tensor_hooks(tensor: torch.Tensor) -> dict[int, Callable[..., Any]]:

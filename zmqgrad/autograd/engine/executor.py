@@ -55,10 +55,12 @@ from zmqgrad.autograd.send_recv import EdgeOrLeaf, RecvMetadata
 from zmqgrad.autograd.torch_internals import (
     LEAF_NODE,
     as_graph_task,
+    has_tensor_hook,
     is_python_function,
     outputs_of,
     post_accumulate_hooks,
     run_engine,
+    tensor_hooks,
 )
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
@@ -399,7 +401,7 @@ class LocalPass:
                 results += self._node_by_node(group, own)
             return results
         passed_by = [edge for group in groups for edge in self._passed_by.get(group, ())]
-        if groups[0].dependents and (self._hooks or groups[0].reenters):
+        if groups[0].dependents and (groups[0].reenters or self._cuts_at_hooks(groups[0])):
             return self._node_by_node(groups[0], gradients)
         outgoing: Collection[Edge] = groups[0].outgoing
         if len(groups) > 1:
@@ -418,6 +420,17 @@ class LocalPass:
             ends = reached(gradients, outgoing)
             results += [(edge, UNDEFINED, False) for edge in missing if edge in ends]
         return results
+
+    def _cuts_at_hooks(self, group: Group) -> bool:
+        """Whether the engine would run hooks of tensors on partial sums, at edges to other groups."""
+        own_sinks = set(group.sinks) if self._hooks else ()
+        for edge in group.outgoing if self._hooks else ():
+            if edge[0] in own_sinks:
+                continue
+            hooked = tensor_hooks(edge[0].variable) if type(edge[0]) is LEAF_NODE else has_tensor_hook(edge)
+            if hooked:
+                return True
+        return False
 
     def _call_engine(
         self,

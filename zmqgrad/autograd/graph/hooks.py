@@ -1,9 +1,10 @@
 """Hooks of tensors and nodes, which run once, on the complete gradient, as in one process.
 
 Torch's engine runs the hooks of a tensor wherever it returns its gradient, which at a cut edge
-(:mod:`~zmqgrad.autograd.graph.plan`) is a partial sum; and it does not show whether a node has hooks. So once
-a hook has been registered anywhere in this process, groups with cut edges run node by node
-(:mod:`~zmqgrad.autograd.graph.node`), and a leaf with hooks waits for its complete gradient.
+(:mod:`~zmqgrad.autograd.graph.plan`) is a partial sum. So a group runs node by node if a tensor at one of its
+cut edges has hooks (:mod:`~zmqgrad.autograd.graph.node`), and a leaf with hooks waits for its complete
+gradient. Torch does not show which hooks a node has: nodes are probed for their own hooks once any node of
+this process has had one, and tensors mark their nodes when hooks are registered.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from zmqgrad.autograd.torch_internals import (
     Hooks,
     hook_handles_made,
     hooks_beside,
+    node_hook_handles_made,
     post_accumulate_hooks,
     tensor_hooks,
 )
@@ -30,12 +32,19 @@ from zmqgrad.runtime.blocking import blocking_section
 # a hook may collect garbage, and finalizers of the program run any code.
 _lock = threading.RLock()
 _internal_hooks = 0
+_internal_node_hooks = 0
 
 
 def hooks_registered() -> bool:
     """Whether any but internal hooks were ever registered in this process."""
     with _lock:
         return _internal_hooks != hook_handles_made()
+
+
+def node_hooks_registered() -> bool:
+    """Whether any but internal hooks of nodes, not of tensors or modules, were ever registered here."""
+    with _lock:
+        return _internal_node_hooks != node_hook_handles_made()
 
 
 @contextmanager
@@ -54,10 +63,11 @@ def permanent_internal_hook(register: Callable[[Any], RemovableHandle], hook: An
 
 
 def _register(register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
-    global _internal_hooks
+    global _internal_hooks, _internal_node_hooks
     with _lock:
         handle = register(hook)
         _internal_hooks += 1
+        _internal_node_hooks += 1
     return handle
 
 
@@ -69,6 +79,8 @@ def has_hooks(node: Any) -> bool:
 
 def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
     """Return the prehooks and the hooks of ``node`` itself."""
+    if not node_hooks_registered():
+        return [], []
     found: list[Hooks] = []
     for register in (node.register_prehook, node.register_hook):
         handle = _register(register, _probe)

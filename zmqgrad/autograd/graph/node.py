@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from zmqgrad.autograd.graph.hooks import hooks_registered, internal_hook, node_hooks
+from zmqgrad.autograd.graph.hooks import internal_hook, node_hooks
 from zmqgrad.autograd.graph.plan import Edge
 from zmqgrad.autograd.graph.recomputation import has_saved_tensor_hooks
 from zmqgrad.autograd.graph.undefined import UNDEFINED, zero_placeholders
@@ -140,7 +140,7 @@ def _may_be_called(node: Any, gradients: Iterable[torch.Tensor]) -> bool:
         is_python_function(node)
         or torch.is_anomaly_enabled()
         or has_saved_tensor_hooks(node)
-        or (hooks_registered() and any(node_hooks(node)))
+        or any(node_hooks(node))
         or any(each.device.type != "cpu" for each in gradients)
     )
 

@@ -71,6 +71,7 @@ class GraphWalk:
         self._same_starts: dict[Any, int] = {}
         self.entries: list[list[Edge]] = []
         """For each entry, the edges among its ``starts``."""
+        self._has_hooks = _CachedHooks().__getitem__
         self._owner: dict[Any, int] = {}  # the first entry that reached a recv or a waiting leaf
         self._enter(0, map(edge_or_leaf, roots))
         for number, send in enumerate(sends, 1):
@@ -169,12 +170,20 @@ class GraphWalk:
         if self._captures is not None:
             if node not in self._captures.nodes:
                 return False
-        elif self.mode is not AccumulateMode.JOINT and not has_hooks(node):
+        elif self.mode is not AccumulateMode.JOINT and not self._has_hooks(node):
             return False
         self.waiting_leaves.add(node)
         if self._owner.setdefault(node, number) != number:
             self.overlaps[node] = None
         return True
+
+
+class _CachedHooks(dict[Any, bool]):
+    """Whether the leaf of a node has hooks, which is probed once: many edges lead to a weight."""
+
+    def __missing__(self, node: Any) -> bool:
+        found = self[node] = has_hooks(node)
+        return found
 
 
 def condense(walk: GraphWalk) -> Graph:
