@@ -7,7 +7,7 @@ engine does around a node happens: hooks of its tensors and of the node, checks,
 shape and type that the next node expects.
 
 The engine looks at the whole graph behind a node before it runs it. So a node of torch's own without hooks is
-called directly, and the engine runs only the hooks of its tensors, for which it need not look any further.
+called directly, and the engine runs only hooks of its tensors, if any, for which it need not look further.
 For all other nodes an internal hook, the last to run, stops the engine by an exception; so the engine does
 not free what the node has saved, and :func:`release_saved_tensors` does.
 """
@@ -31,6 +31,7 @@ from zmqgrad.autograd.graph.validation import fit, matches
 from zmqgrad.autograd.torch_internals import (
     drop_saved_tensors,
     forward_traceback,
+    has_tensor_hook,
     is_python_function,
     outputs_of,
     run_engine,
@@ -146,9 +147,12 @@ def _may_be_called(node: Any, gradients: Iterable[torch.Tensor]) -> bool:
 
 
 def _call(node: Any, given: Mapping[Edge, torch.Tensor], following: Sequence[Edge]) -> Sequence[Gradient]:
-    hooked = dict(zip(given, run_engine(given, given, retain_graph=True), strict=True))
+    gradients: dict[Edge, Gradient] = dict(given)
+    hooked = {edge: gradient for edge, gradient in given.items() if has_tensor_hook(edge)}
+    if hooked:
+        gradients.update(zip(hooked, run_engine(hooked, hooked, retain_graph=True), strict=True))
     with torch.no_grad():
-        returned = node(*[hooked.get((node, i)) for i in range(outputs_of(node))])
+        returned = node(*[gradients.get((node, i)) for i in range(outputs_of(node))])
     produced: Sequence[Gradient] = returned if isinstance(returned, tuple) else (returned,)
     return [
         _fit(node, i, gradient, edge) if gradient is not None and edge[0] is not None else None
