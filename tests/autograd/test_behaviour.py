@@ -1141,6 +1141,37 @@ def train_leaf(number: int, to: int, factor: float) -> list[float]:
         return list(get_gradients(ctx)[weight].tolist())
 
 
+def test_hooks_of_a_leaf_run_in_one_pass_of_a_context_at_a_time(c: Cluster) -> None:
+    """What they leave in ``.grad`` does not replace what another pass adds meanwhile."""
+    w = leaf(1)
+    begun, reached, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def add_a_hundred(tensor: Tensor) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert reached.wait(20)
+            ended.wait(0.3)  # the other pass may wait for this hook
+        assert tensor.grad is not None
+        tensor.grad = tensor.grad + 100
+
+    w.register_post_accumulate_grad_hook(add_a_hundred)
+    with context() as ctx:
+        first, second = (rpc.rpc_sync(1, double, (w,)).sum() for _ in range(2))
+
+        def other_pass() -> None:
+            assert begun.wait(20)
+            w.register_hook(lambda gradient: reached.set())
+            with c.acting(0):
+                backward(ctx, [second])
+            ended.set()
+
+        thread = threading.Thread(target=other_pass)
+        thread.start()
+        backward(ctx, [first])
+        thread.join(20)
+        assert_gradients(ctx, (w, [2.0 + 100 + 2.0 + 100]))
+
+
 def test_a_post_accumulate_hook_may_wait_for_another_pass(c: Cluster) -> None:
     """Each of two hooks makes a call which begins a pass that runs the other one's kind of hook."""
     LEAVES[:] = [leaf(1.0), leaf(1.0)]

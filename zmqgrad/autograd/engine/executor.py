@@ -8,6 +8,7 @@ and those at cut edges wait for the next group.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -540,12 +541,17 @@ class LocalPass:
         leaf = node.variable
         before, after = node_hooks(node)
         (hooked_grad,) = run_prehooks(before, (gradient,))
-        if hooked_grad is None:
-            total = self.context.gradient(leaf)
-        else:
-            total = self.context.accumulate(leaf, hooked_grad, shared or hooked_grad is not gradient)
+
+        def accumulate() -> Gradient:
+            if hooked_grad is None:
+                return self.context.gradient(leaf)
+            return self.context.accumulate(leaf, hooked_grad, shared or hooked_grad is not gradient)
+
         if after or post_accumulate_hooks(leaf):  # the engine runs them without a gradient, too
-            self.context.replace(leaf, run_hooks_with_grad(leaf, total, after, hooked_grad))
+            replace = functools.partial(self.context.replace, leaf)
+            run_hooks_with_grad(leaf, accumulate, after, hooked_grad, replace)
+        else:
+            accumulate()
 
     def _hooked(self, node: Any, gradients: list[Gradient]) -> list[Gradient]:
         """Run the hooks of a recv itself; those of the tensors have run. Returns the gradients they leave."""

@@ -164,22 +164,27 @@ def swapped_grads(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
 
 
 def run_hooks_with_grad(
-    leaf: torch.Tensor, total: torch.Tensor | None, after: Hooks, gradient: torch.Tensor | None
-) -> torch.Tensor | None:
+    leaf: torch.Tensor,
+    accumulate: Callable[[], torch.Tensor | None],
+    after: Hooks,
+    gradient: torch.Tensor | None,
+    replace: Callable[[torch.Tensor | None], object],
+) -> None:
     """Run the hooks that find the sum of all gradients in ``leaf.grad``, as in one process.
+
+    Only one thread at a time does this for a leaf: what hooks leave would replace what another pass adds.
 
     Args:
         leaf: the leaf; its post-accumulate hooks run.
-        total: the gradient of the context so far.
+        accumulate: adds the gradient of this pass to that of the context, and returns the sum.
         after: the hooks of the leaf's node. An optimizer that steps in the backward pass is one.
-        gradient: what this pass has added.
-
-    Returns:
-        What the hooks have left in ``leaf.grad``.
+        gradient: what this pass adds.
+        replace: called with what the hooks have left in ``leaf.grad``.
     """
-    with swapped_grads((leaf,), (total,)):
+    with swapped_grads((leaf,), (None,)):
+        leaf.grad = accumulate()
         for hook in post_accumulate_hooks(leaf):
             hook(leaf)
         for hook in after:
             hook((), (gradient,))
-        return leaf.grad
+        replace(leaf.grad)
