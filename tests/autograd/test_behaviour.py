@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -699,29 +698,42 @@ def test_asynchronous_functions_in_a_context(c: Cluster) -> None:
 @rpc.functions.async_execution
 def double_in_two_hops(to: int, x: Tensor) -> Any:
     """The second hop is a call that the callback of the first one makes."""
-    return rpc.rpc_async(to, slow_double, (x,)).then(
+    both = rpc.rpc_async(to, double_later, (x,)).then(
         lambda f: f.wait() + rpc.rpc_sync(to, double, (f.wait(),))
     )
+    CALLBACK_ADDED.set()
+    return both
 
 
 @rpc.functions.async_execution
 def double_in_two_hops_together(to: int, x: Tensor) -> Any:
     """As above, where C++ calls the callback: the future of ``collect_all`` is torch's."""
-    parts = [rpc.rpc_async(to, slow_double, (x,)), rpc.rpc_async(0, slow_double, (x,))]
+    parts = [rpc.rpc_async(to, double_later, (x,)), rpc.rpc_async(0, double_later, (x,))]
 
     def second(done: Any) -> Tensor:
         first, other = (part.wait() for part in done.wait())
         return rpc.rpc_sync(to, add, (first, first + other))
 
-    return torch.futures.collect_all(parts).then(second)
+    both = torch.futures.collect_all(parts).then(second)
+    CALLBACK_ADDED.set()
+    return both
 
 
-def slow_double(x: Tensor) -> Tensor:
+CALLBACK_ADDED = threading.Event()
+
+
+@pytest.fixture
+def no_callback_added() -> None:
+    CALLBACK_ADDED.clear()
+
+
+def double_later(x: Tensor) -> Tensor:
     """Returns after its caller has added a callback."""
-    time.sleep(0.02)
+    assert CALLBACK_ADDED.wait(20)
     return x * 2
 
 
+@pytest.mark.usefixtures("no_callback_added")
 @pytest.mark.parametrize("function", [double_in_two_hops, double_in_two_hops_together])
 def test_calls_in_callbacks_of_asynchronous_functions_are_recorded(c: Cluster, function: Any) -> None:
     x = leaf(1.0, 2.0)
@@ -732,6 +744,7 @@ def test_calls_in_callbacks_of_asynchronous_functions_are_recorded(c: Cluster, f
         assert_gradients(ctx, (x, [6.0, 6.0]))
 
 
+@pytest.mark.usefixtures("no_callback_added")
 @pytest.mark.parametrize("how", ["then", "add_done_callback", "chain"])
 def test_calls_in_callbacks_of_the_caller_are_recorded(c: Cluster, how: str) -> None:
     x, done = leaf(1.0, 2.0), PythonFuture[Tensor]()
@@ -740,16 +753,16 @@ def test_calls_in_callbacks_of_the_caller_are_recorded(c: Cluster, how: str) -> 
         return rpc.rpc_sync(2, double, (f.wait(),))
 
     with context() as ctx:
-        first = rpc.rpc_async(1, slow_double, (x,))
+        first: Any = rpc.rpc_async(1, double_later, (x,))
+        made: Any = done
         if how == "add_done_callback":
             first.add_done_callback(lambda f: done.set_result(twice(f)))
-            y = done.wait()
+        elif how == "then":
+            made = first.then(twice)
         else:
-            y = (
-                first.then(twice).wait()
-                if how == "then"
-                else first.then(lambda f: f.wait()).then(twice).wait()
-            )
+            made = first.then(lambda f: f.wait()).then(twice)
+        CALLBACK_ADDED.set()
+        y = made.wait()
         backward(ctx, [y.sum()])
         assert_gradients(ctx, (x, [4.0, 4.0]))
 
