@@ -2,9 +2,10 @@
 
     python -m tools.bench.modes
 
-prints, for programs in which everything is used, how much longer AUTO and SMART take than FAST; and which
-share of a backward pass the walk over its graph takes. Each figure is a ratio of medians of things that took
-turns, in two workers of zmqgrad; every other process on the machine disturbs it.
+prints, for programs in which everything is used, how much longer AUTO and SMART take than FAST; which
+share of a backward pass the walk over its graph takes; and what recorded passes and versions cost. Each
+figure is a ratio of medians of things that took turns, in two workers of zmqgrad; every other process on the
+machine disturbs it.
 """
 
 from __future__ import annotations
@@ -12,24 +13,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from tools.bench.plan import PATIENCE, meet_at_a_free_port
 from tools.bench.processes import PieceFailed, Place, run_together
-from tools.bench.sides import OURS
+from tools.bench.sides import OURS, take
 from tools.bench.timing import Budget, seconds_of
-from tools.bench.workloads import FAN_OUT, OTHER, product, same
+from tools.bench.workloads import FAN_OUT, OTHER, Layer, product, same
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context
+from zmqgrad.autograd import backward, context, grad
 from zmqgrad.autograd.api import get_context
 from zmqgrad.autograd.engine.executor import LocalPass
+from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.wire.messages import PassOptions
 
 NODES = 10_000
 SIDE = 32
 """Tensors of the large graph are so large, squared."""
+
+HEAVY_SIDE = 256
 
 Loss = Callable[[], torch.Tensor]
 
@@ -39,6 +44,9 @@ GOALS = {
     "auto_fan_out": 1.03,
     "plan_apart": 0.10,
     "plan_meeting": 0.10,
+    "recorded": 1.6,
+    "second": 2.0,
+    "versions": 1.05,
 }
 SAYS = {
     "auto_pair": "AUTO over FAST, two hops",
@@ -48,6 +56,9 @@ SAYS = {
     "smart_fan_out": f"SMART over FAST, {FAN_OUT} calls in one context",
     "plan_apart": f"share of planning, {NODES} nodes that one entry reaches",
     "plan_meeting": f"share of planning, {NODES} nodes behind which two entries meet",
+    "recorded": "first derivatives with create_graph over those without, two hops with heavy stages",
+    "second": "second derivatives of that over those in one process, on one core",
+    "versions": "step of two remote layers with versions=True over one without",
 }
 
 
@@ -106,6 +117,52 @@ def _in_mode(loss: Loss, mode: str) -> Callable[[], float]:
     return timed
 
 
+def heavy_stage(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Called on the other worker, and in one process."""
+    for _ in range(4):
+        x = torch.tanh(x @ w)
+    return x
+
+
+def _derivatives(order: int, here: bool = False) -> Callable[[], float]:
+    """The last of ``order`` derivatives; 0: the first one, without ``create_graph``. ``here``: of torch."""
+    x, w = ((torch.rand(HEAVY_SIDE, HEAVY_SIDE) / HEAVY_SIDE).requires_grad_() for _ in range(2))
+
+    def timed() -> float:
+        with nullcontext(0) if here else context() as context_id:
+            y = heavy_stage(x, w) if here else rpc.rpc_sync(OTHER, heavy_stage, args=(x, w))
+            root = y.square().sum()
+
+            def derive(of: torch.Tensor, create_graph: bool) -> Any:
+                if here:
+                    return torch.autograd.grad([of], [x, w], create_graph=create_graph)
+                return grad(context_id, [of], [x, w], create_graph=create_graph)
+
+            if order < 2:
+                return seconds_of(lambda: derive(root, order == 1))
+            first = sum(g.square().sum() for g in derive(root, True))
+            return seconds_of(lambda: derive(first, False))
+
+    return timed
+
+
+def _step(versions: bool) -> Callable[[], None]:
+    layers = [rpc.remote(OTHER, Layer, args=(512,)) for _ in range(2)]
+    parameters = [p for layer in layers for p in layer.rpc_sync().references()]
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01, versions=versions)
+    x = torch.rand(256, 512)
+
+    def step() -> None:
+        with context() as context_id:
+            y = x
+            for layer in layers:
+                y = layer.rpc_sync().forward(y)
+            backward(context_id, [y.square().mean()])
+            optimizer.step(context_id)
+
+    return step
+
+
 def _share(loss: Loss, budget: Budget) -> float:
     """Planning of a pass, done once more for itself, over the whole pass."""
 
@@ -122,6 +179,7 @@ def _share(loss: Loss, budget: Budget) -> float:
 def measure(place: Place, budget: Budget) -> dict[str, float]:
     """In both workers; worker 0 gives the figures, by name."""
     torch.set_num_threads(1)
+    take(OURS)
     rpc.init_rpc(f"worker{place.rank}", rank=place.rank, world_size=place.count)
     found: dict[str, float] = {}
     if place.rank == 0:
@@ -134,6 +192,14 @@ def measure(place: Place, budget: Budget) -> dict[str, float]:
         for name, meeting in (("plan_apart", False), ("plan_meeting", True)):
             place.say(name)
             found[name] = _share(_large(meeting), budget)
+        place.say("derivatives")
+        works = {"plain": _derivatives(0), "recorded": _derivatives(1), "second": _derivatives(2)}
+        times = budget.medians({**works, "alone": _derivatives(2, here=True)})
+        found["recorded"] = times["recorded"] / times["plain"]
+        found["second"] = times["second"] / times["alone"]
+        place.say("versions")
+        times = budget.medians({"shared": _step(True), "own": _step(False)})
+        found["versions"] = times["shared"] / times["own"]
     rpc.shutdown()
     return found
 
