@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.engine.differentiation import Differentiation
 from zmqgrad.autograd.engine.graph_task import PassTask
 from zmqgrad.autograd.engine.termination import ROOTS
 from zmqgrad.autograd.engine.work_queue import Arrival, WorkQueue
@@ -39,16 +40,13 @@ from zmqgrad.autograd.graph.hooks import (
 )
 from zmqgrad.autograd.graph.node import (
     Gradient,
-    evaluate_node,
     has_nan,
     note_forward,
-    release_saved_tensors,
-    shared,
 )
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan
 from zmqgrad.autograd.graph.recomputation import recomputes
-from zmqgrad.autograd.graph.sums import OF_ENTRIES, OF_GROUPS, OrderedSum, Place, added
-from zmqgrad.autograd.graph.undefined import UNDEFINED, reached, zero_placeholders
+from zmqgrad.autograd.graph.sums import OF_ENTRIES, OF_GROUPS, OrderedSum, Place
+from zmqgrad.autograd.graph.undefined import UNDEFINED
 from zmqgrad.autograd.graph.validation import fit, matches
 from zmqgrad.autograd.graph.walk import GraphWalk, condense
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
@@ -56,20 +54,12 @@ from zmqgrad.autograd.send_recv import EdgeOrLeaf, RecvMetadata
 from zmqgrad.autograd.torch_internals import (
     LEAF_NODE,
     as_graph_task,
-    has_tensor_hook,
-    is_python_function,
-    outputs_of,
     post_accumulate_hooks,
-    run_engine,
-    tensor_hooks,
 )
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import GroupReport, PassOptions, ReachabilityReport, StallReport
-
-Result = tuple[Edge, Gradient, bool]
-"""The gradient at an outgoing edge, and whether anything else holds a reference to it."""
 
 
 class GradientSink(Protocol):
@@ -153,19 +143,10 @@ class LocalPass:
             check_not_sharded(walk.waiting_leaves)
         self._starts, self._numbers, self._starts_at_leaves = walk.starts, walk.numbers, walk.starts_at_leaves
         self._task = PassTask(self._starts, self._plan)
-        self._passed_by = self._inner_captures(walk)
+        self._differentiation = Differentiation(walk, self._plan, options, self.captures, self._hooks)
         self._token = object()  # denotes this pass to the context, without a reference to it
         self._recvs = walk.recvs
         self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
-
-    def _inner_captures(self, walk: GraphWalk) -> dict[Group, list[Edge]]:
-        """Return the edges within each group whose gradients the pass returns."""
-        found: dict[Group, list[Edge]] = {}
-        if (captures := self.captures) is not None:
-            for node in captures.nodes & walk.edges.keys():
-                entry = next(i for i, nodes in enumerate(walk.exclusive) if node in nodes)
-                found.setdefault(self._plan.find_group(node, entry), []).extend(captures.edges_at(node))
-        return found
 
     @cached_property
     def recomputes(self) -> bool:
@@ -345,7 +326,7 @@ class LocalPass:
                 else:
                     waiting.add(node)
         complete: list[tuple[Any, torch.Tensor, bool]] = []
-        results = self._differentiate(live, gradients) if gradients else ()
+        results = self._differentiation.run(live, gradients) if gradients else ()
         if self.abandoned:
             return
         for edge, gradient, also_held in results:
@@ -377,149 +358,6 @@ class LocalPass:
             self.context.accumulate_part(leaf, gradient, also_held, self._token, place)
         else:
             self.context.accumulate(leaf, gradient, also_held)
-
-    def _differentiate(self, groups: Sequence[Group], gradients: dict[Edge, torch.Tensor]) -> list[Result]:
-        """Compute the gradients at the outgoing edges of ``groups`` from those at incoming edges.
-
-        Returns:
-            For each outgoing edge the gradient: None, or no result, if none of the incoming gradients
-            leads there, ``UNDEFINED`` if one does but nothing was produced.
-        """
-        sinks = self._plan.sinks
-        undefined: list[Edge] = []
-        runs_nodes = self._hooks
-        for edge, gradient in gradients.items():
-            if edge[0] not in sinks:
-                runs_nodes = True
-            if gradient is UNDEFINED:
-                undefined.append(edge)
-        if not runs_nodes:
-            return [(edge, gradient, False) for edge, gradient in gradients.items()]
-        if torch.is_anomaly_enabled():  # an error names its node, and carries the forward call that made it
-            results = []
-            for group in groups:
-                own = {edge: gradients[edge] for edge in group.incoming if edge in gradients}
-                results += self._node_by_node(group, own)
-            return results
-        passed_by = [edge for group in groups for edge in self._passed_by.get(group, ())]
-        if groups[0].dependents and (groups[0].reenters or self._cuts_at_hooks(groups[0])):
-            return self._node_by_node(groups[0], gradients)
-        outgoing: Collection[Edge] = groups[0].outgoing
-        if len(groups) > 1:
-            outgoing = dict.fromkeys([edge for group in groups for edge in group.outgoing])
-        if undefined:
-            defined = {edge: g for edge, g in gradients.items() if g is not UNDEFINED}
-            with zero_placeholders(reached(undefined, outgoing, is_python_function)) as placeholders:
-                results = self._call_engine({**placeholders, **defined}, outgoing, passed_by)
-        else:
-            results = self._call_engine(gradients, outgoing, passed_by)
-        missing: list[Edge] = []  # a leaf needs no mark, unless it waits for its complete gradient
-        for edge, found, _ in results:
-            if found is None and (type(edge[0]) is not LEAF_NODE or edge[0] in sinks):
-                missing.append(edge)
-        if missing:
-            ends = reached(gradients, outgoing)
-            results += [(edge, UNDEFINED, False) for edge in missing if edge in ends]
-        return results
-
-    def _cuts_at_hooks(self, group: Group) -> bool:
-        """Whether the engine would run hooks of tensors on partial sums, at edges to other groups."""
-        own_sinks = set(group.sinks) if self._hooks else ()
-        for edge in group.outgoing if self._hooks else ():
-            if edge[0] in own_sinks:
-                continue
-            hooked = tensor_hooks(edge[0].variable) if type(edge[0]) is LEAF_NODE else has_tensor_hook(edge)
-            if hooked:
-                return True
-        return False
-
-    def _call_engine(
-        self,
-        gradients: Mapping[Edge, torch.Tensor],
-        outgoing: Collection[Edge],
-        passed_by: Collection[Edge] = (),
-    ) -> list[Result]:
-        if not gradients or not (outgoing or passed_by):
-            return [(edge, None, False) for edge in outgoing]
-        options = self.options
-        found = run_engine(
-            gradients,
-            (*outgoing, *passed_by) if passed_by else outgoing,
-            options.retain_graph,
-            options.create_graph,
-        )
-        if self.captures is not None and passed_by:
-            for edge, gradient in zip(passed_by, found[len(outgoing) :], strict=True):
-                if gradient is not None:
-                    self.captures.note(edge, gradient)
-            found = found[: len(outgoing)]
-        return list(zip(outgoing, found, shared(found), strict=True))
-
-    def _node_by_node(self, group: Group, gradients: dict[Edge, torch.Tensor]) -> list[Result]:
-        """As one engine call, where the engine would not stop, or would run hooks on partial sums."""
-        at: dict[Edge, torch.Tensor] = dict(gradients)
-        options = self.options
-        for node in self._members(group):
-            incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
-            produced = evaluate_node(
-                node, incoming, options.retain_graph, options.create_graph, self._observer(node)
-            )
-            if not options.retain_graph:
-                release_saved_tensors(node)
-            for gradient, also_held, (target, i) in zip(
-                produced, shared(produced), node.next_functions, strict=True
-            ):
-                if gradient is None or target is None:
-                    continue
-                edge = target, i
-                present = at.get(edge, UNDEFINED)
-                if present is not UNDEFINED:
-                    at[edge] = present if gradient is UNDEFINED else added(present, gradient)
-                elif also_held and type(target) is LEAF_NODE and gradient is not UNDEFINED:
-                    at[edge] = gradient.clone()
-                else:
-                    at[edge] = gradient
-        results: list[Result] = []
-        for sink in group.sinks:
-            complete = {edge: g for edge, g in at.items() if edge[0] == sink and g is not UNDEFINED}
-            for edge in complete:
-                del at[edge]
-            if complete:  # the engine runs the hooks of the tensors
-                results += self._call_engine(complete, complete)
-        return results + [(edge, gradient, False) for edge, gradient in at.items()]
-
-    def _observer(self, node: Any) -> Callable[[Sequence[Gradient]], None] | None:
-        """Return what notes the gradients of the outputs of ``node``, if the pass returns any of them."""
-        captures = self.captures
-        if captures is None or node not in captures.nodes:
-            return None
-
-        def observe(gradients: Sequence[Gradient]) -> None:
-            for edge in captures.edges_at(node):
-                gradient = gradients[edge[1]]
-                if gradient is not None:
-                    captures.note(edge, gradient)
-
-        return observe
-
-    def _members(self, group: Group) -> Iterable[Any]:
-        """Return the nodes that ``group`` runs, each before those that follow it."""
-        belongs_to = self._plan.belongs_to
-        seen: set[Any] = set()
-        done: dict[Any, None] = {}
-        for start, _ in group.incoming:
-            todo = [start]
-            while todo:
-                node = todo[-1]
-                if node in seen:
-                    done[node] = None  # all that follow it have been done
-                    todo.pop()
-                elif node is None or not belongs_to(node, group):
-                    todo.pop()
-                else:
-                    seen.add(node)
-                    todo += [n for n, _ in node.next_functions if n not in seen]
-        return reversed(done.keys())
 
     def _accumulate_all(self, complete: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
         """Accumulate the complete gradients of leaves that waited for them, and run the hooks of their nodes.
