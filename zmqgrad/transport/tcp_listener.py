@@ -102,9 +102,9 @@ class TcpListener:
                     continue
                 found.append(event)
                 self._count(event)
-        if len(self._silent) > MAX_SILENT:
-            self._warn("too many connections have sent nothing; closed the oldest")
-            self._cut_oldest(len(self._silent) - MAX_SILENT)
+            if len(self._silent) > MAX_SILENT:  # now, as more may arrive for as long as events are read
+                self._warn("too many connections have sent nothing; closed the oldest")
+                self._cut_oldest(len(self._silent) - MAX_SILENT)
         return found
 
     def _count(self, event: SocketEvent) -> None:
