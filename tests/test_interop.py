@@ -7,6 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from tests.support.processes import free_port, run_processes
-from zmqgrad.errors import ConfigurationError, RendezvousError, StoreTimeoutError
+from zmqgrad.errors import ConfigurationError, RendezvousError, StoreError, StoreTimeoutError
 from zmqgrad.interop import TorchStore, as_torch_store, register_with_torch, rendezvous_handler
-from zmqgrad.interop.torch_store import open_torch_store
+from zmqgrad.interop.probe import Probe, Server
+from zmqgrad.interop.torch_store import listen, open_torch_store
+from zmqgrad.rendezvous.port_mapper import REQUEST
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, TCPStore
 
@@ -135,9 +138,55 @@ def test_an_address_where_nothing_listens_and_one_that_does_not_reply(
 def test_a_short_timeout_is_for_waiting_and_not_for_listening(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine torch's client takes a while even to the server of its own process."""
     monkeypatch.setattr("zmqgrad.interop.torch_store._served", {})  # not kept: it ends with the test
-    served = open_torch_store("127.0.0.1", free_port(), True, Deadline.after(0.0002))
+    theirs = dist.TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False, multi_tenant=True)
+    served = open_torch_store("127.0.0.1", theirs.port, True, Deadline.after(0.0002))
     served.set("key", "value")
-    assert served.get("key") == b"value"
+    assert theirs.get("key") == b"value"
+
+
+def kind_of_server(port: int) -> Server | None:
+    with Probe("127.0.0.1", port, Deadline.after(PATIENCE)) as probe:
+        return probe.identify(PATIENCE, REQUEST)
+
+
+def test_a_store_of_torch_listens_only_when_a_process_group_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zmqgrad.interop.torch_store._served", {})
+    port, patience = free_port(), Deadline.after(PATIENCE)
+    shared = open_torch_store("127.0.0.1", port, True, patience)
+    shared.set("before", "4001")
+    assert kind_of_server(port) is Server.PORT_MAPPER
+    met = open_torch_store("127.0.0.1", port, False, patience)
+    assert met.get("before") == b"4001"
+    with ThreadPoolExecutor(2) as pool:
+        later = pool.submit(met.get, "after")
+        waits = pool.submit(lambda: next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 1, 2)))[0])
+        theirs, *_ = next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2)))
+        assert kind_of_server(port) is Server.TORCH
+        assert waits.result(PATIENCE).get("before") == b"4001"
+        shared.set("after", "4002")
+        assert later.result(PATIENCE) == b"4002"
+    assert theirs.get("after") == b"4002"
+    shared.withdraw("before", "after")
+
+
+def test_the_port_is_free_when_the_last_store_has_been_withdrawn() -> None:
+    port, patience = free_port(), Deadline.after(PATIENCE)
+    first = open_torch_store("127.0.0.1", port, True, patience)
+    second = open_torch_store("127.0.0.1", port, True, patience)
+    first.set("first", "4001")
+    second.set("second", "4002")
+    first.withdraw("first")
+    assert open_torch_store("127.0.0.1", port, False, patience).get("second") == b"4002"
+    second.withdraw("second")
+    listen("127.0.0.1", port).close()
+
+
+def test_a_port_of_another_rank_0_is_refused() -> None:
+    port, patience = free_port(), Deadline.after(PATIENCE)
+    shared = open_torch_store("127.0.0.1", port, True, patience)
+    with pytest.raises(StoreError, match="has rank 0, too"):
+        open_torch_store("127.0.0.1", port, False, patience).set("k", "v")
+    shared.withdraw()
 
 
 def test_what_is_no_store_of_ours_is_refused() -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.processes import free_port
-from zmqgrad.interop.probe import Probe, Server
+from zmqgrad.interop.probe import HTTP_REQUEST, Probe, Server
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import TCPStore
 
@@ -50,7 +50,7 @@ def test_a_store_of_zmqgrad_greets() -> None:
 def test_other_servers_are_asked(reply: bytes | None, kind: Server | None) -> None:
     with replies(reply) as port, Probe("127.0.0.1", port, Deadline.after(WAIT)) as probe:
         assert probe.identify(0.0) is None, "it waits for the client to begin"
-        assert probe.identify(WAIT, request=True) is kind
+        assert probe.identify(WAIT, HTTP_REQUEST) is kind
 
 
 def test_a_server_that_starts_late_is_waited_for() -> None:

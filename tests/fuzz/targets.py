@@ -29,7 +29,7 @@ from zmqgrad.errors import (
     StoreError,
     TraceError,
 )
-from zmqgrad.interop.probe import Probe
+from zmqgrad.interop.probe import HTTP_REQUEST, Probe
 from zmqgrad.store import FileStore
 from zmqgrad.store.contents import Contents
 from zmqgrad.store.journal import Journal
@@ -171,7 +171,7 @@ def probe(data: bytes) -> None:
         probed = Probe.__new__(Probe)
         probed._socket = ours
         with probed:
-            probed.identify(1.0, request=len(data) % 2 == 1)
+            probed.identify(1.0, HTTP_REQUEST * (len(data) % 2))
 
 
 # ---- what is read from stores -----------------------------------------------------------------------------

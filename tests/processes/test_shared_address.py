@@ -116,6 +116,21 @@ def test_every_order(scheme: str, tmp_path: Path) -> None:
         assert not list(tmp_path.glob("*.rpc")), "the files of RPC end with their groups"
 
 
+def beside_a_worker_without_rpc(rank: int) -> None:
+    if rank < 2:
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+    Program("env://", rank, 3).group()
+    dist.destroy_process_group()
+    if rank < 2:
+        rpc.shutdown()
+
+
+def test_a_process_group_may_have_workers_without_rpc() -> None:
+    """They seek torch's store, maybe before rank 0 needs one."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    run_processes(beside_a_worker_without_rpc, 3, env=env)
+
+
 def as_slurm_starts_it(rank: int) -> None:
     for name, value in {
         "STEP_ID": 0,

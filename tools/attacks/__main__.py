@@ -108,11 +108,14 @@ def main() -> int:
         metavar=("FRAMES", "CONNECTIONS"),
         help="at each address in turn: so many frames of garbage, then so many silent connections",
     )
+    parser.add_argument(
+        "--at", default="", metavar="WORDS", help="only at addresses described by these words"
+    )
     options = parser.parse_args()
     if os.geteuid() != 0:
         print("tools.attacks: must run as root, to act as other users", file=sys.stderr)
         return 2
-    tried, succeeded = flood(*options.flood) if options.flood else try_cells(cells(options.quick))
+    tried, succeeded = flood(*options.flood, options.at) if options.flood else try_cells(cells(options.quick))
     print(f"{tried} attacks tried, {succeeded} succeeded")
     return 1 if succeeded else 0
 
@@ -135,8 +138,8 @@ def try_cells(chosen: list[Cell]) -> tuple[int, int]:
     return len(chosen), succeeded
 
 
-def flood(frames: int, connections: int) -> tuple[int, int]:
-    """Floods each address of a job. Returns as :func:`try_cells`."""
+def flood(frames: int, connections: int, words: str) -> tuple[int, int]:
+    """Floods each address of a job whose description contains ``words``. Returns as :func:`try_cells`."""
     tried = succeeded = 0
     columns = (
         "address",
@@ -149,6 +152,8 @@ def flood(frames: int, connections: int) -> tuple[int, int]:
     for kind in (Kind.SECRET, Kind.HOSTS):
         with Job(kind) as job:
             for place in attempts.places(job.target):
+                if words not in job.describe(place):
+                    continue
                 for act, count in ((attempts.throw, frames), (attempts.crowd_at, connections)):
                     before = job.measure()
                     with job.watched() as peak:
@@ -210,8 +215,8 @@ class Job:
                 environment["ZMQGRAD_SECRET"] = SECRET
             if self.kind is Kind.HOSTS:
                 environment["ZMQGRAD_LOCAL_FAST_PATH"] = "0"
-            environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch's store has a line for each connection
-            command = [sys.executable, "-m", "tools.attacks.victim", str(_free_port()), self.directory]
+            self._meeting_port = _free_port()
+            command = [sys.executable, "-m", "tools.attacks.victim", str(self._meeting_port), self.directory]
             self._process = stack.enter_context(
                 subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
             )
@@ -298,8 +303,10 @@ class Job:
 
     def describe(self, place: int | str) -> str:
         """What listens there."""
+        if place == self._meeting_port:
+            return "MASTER_PORT"
         if isinstance(place, int):
-            return f"port of {self._roles.get(str(place), 'bulk data, or of torch')}"
+            return f"port of {self._roles.get(str(place), 'bulk data')}"
         if "store" in place:
             return "unix socket of a store"
         tail = place.rpartition("-")[2]

@@ -159,8 +159,8 @@ def _examine(
         return [*_zeromq(host, port, stream, greeting.mechanism, keys), _BACK_UNTESTED]
     what = f"sent nothing in {SILENCE_SECONDS:.0f} s" if greeting.kind == "silent" else "is not of zmqgrad"
     advice = (
-        f"torch's store is silent, and so is a port mapping without a server behind it; to test the network, "
-        f"start `zmqgrad doctor --listen` there, at another port than {port} while this one is in use"
+        f"rank 0 of a job is silent, and so is a port mapping without a server behind it; to test the "
+        f"network, start `zmqgrad doctor --listen` there, at another port than {port} while that is in use"
     )
     return [Check("server", Status.NOTE, f"the server {what}", advice)]
 

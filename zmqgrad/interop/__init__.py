@@ -12,17 +12,18 @@ torch. It is a separate layer because it imports torch, which the stores do not 
 
 :mod:`~zmqgrad.interop.stores` makes a store of ours usable by torch's C++ code,
 :mod:`~zmqgrad.interop.process_groups` joins process groups through such stores, and
-:mod:`~zmqgrad.interop.torch_store` opens torch's own store at the address that RPC and process groups share.
+:mod:`~zmqgrad.interop.torch_store` shares the address of RPC with process groups of torch.
 """
 
 from __future__ import annotations
 
 from zmqgrad.interop.process_groups import init_process_group, register_with_torch, rendezvous_handler
 from zmqgrad.interop.stores import TorchStore, as_torch_store
-from zmqgrad.interop.torch_store import open_torch_store
+from zmqgrad.interop.torch_store import open_torch_store, yield_ports_to_torch
 from zmqgrad.rendezvous.sidecar import set_torch_store_opener
 
 __all__ = ["TorchStore", "as_torch_store", "init_process_group", "register_with_torch", "rendezvous_handler"]
 
 register_with_torch()
 set_torch_store_opener(open_torch_store)
+yield_ports_to_torch()

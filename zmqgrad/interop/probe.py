@@ -1,8 +1,7 @@
-"""What kind of server listens at a TCP address: a zmqgrad server, a web server, or an unknown one.
+"""What kind of server listens at a TCP address: one of zmqgrad or torch, a web server, or an unknown one.
 
 A client of the wrong kind often waits for its whole timeout, because neither side understands the other. A
-:class:`Probe` only listens for a greeting, and optionally sends an HTTP request, which servers of other
-protocols refuse.
+:class:`Probe` only listens for a greeting, and optionally sends a request that a server of one kind answers.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import socket
 import threading
 from enum import Enum
 
+from zmqgrad.rendezvous.port_mapper import GREETING, NONCE, PortMapperClient
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.runtime.wait_log import WaitLog
@@ -34,7 +34,13 @@ class Server(Enum):
 
     ZEROMQ = "a ZeroMQ socket (a store of zmqgrad, or another program)"
     HTTP = "a web server (HTTP)"
+    TORCH = "a store of torch"
+    PORT_MAPPER = "rank 0 of a group of zmqgrad"
     OTHER = "a server that is neither a store of torch nor of zmqgrad"
+
+
+HTTP_REQUEST = b"GET / HTTP/1.0\r\n\r\n"
+"""Servers of other protocols refuse it."""
 
 
 class Probe:
@@ -60,29 +66,38 @@ class Probe:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def identify(self, seconds: float, request: bool = False) -> Server | None:
+    def identify(self, seconds: float, request: bytes = b"") -> Server | None:
         """Wait at most ``seconds`` for the server to identify itself.
 
         Args:
             seconds: how long to wait.
-            request: send an HTTP request first.
+            request: send this first: :data:`HTTP_REQUEST`, or that of a
+                :mod:`~zmqgrad.rendezvous.port_mapper`, to which stores of torch reply, too.
 
         Returns:
             The kind of server. None if it sent nothing, or closed the connection.
         """
         try:
-            if request:
-                self._socket.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            self._socket.sendall(request)
             if not select.select([self._socket], [], [], seconds)[0]:
                 return None
-            reply = self._socket.recv(16)
+            reply = self._socket.recv(len(GREETING), socket.MSG_PEEK)
         except OSError:  # reset: torch's store does this to what is not its protocol
             return None
         if not reply:
             return None
         if reply[0] == ZMTP_SIGNATURE:
             return Server.ZEROMQ
+        if reply == NONCE:
+            return Server.TORCH
+        if reply == GREETING:
+            return Server.PORT_MAPPER
         return Server.HTTP if reply.startswith(b"HTTP/") else Server.OTHER
+
+    def connect_port_mapper(self) -> PortMapperClient:
+        """The connection, for the port mapper that the server is. This probe no longer closes it."""
+        connection, self._socket = self._socket, socket.socket()
+        return PortMapperClient(connection)
 
 
 def _connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, float]:

@@ -1,9 +1,10 @@
 """Sidecar stores: a store of ours beside one of torch's, at the address that process groups use, too.
 
-``init_process_group`` and ``init_rpc`` may share one MASTER_ADDR:MASTER_PORT, as they do with torch. That
-port belongs to a store of torch's, which rank 0 or the agent of ``torchrun`` serves. Rank 0 serves ours at a
-port that the system picks, and publishes it in torch's. Nothing else is read from torch's store, because it
-does not authenticate: with a secret, a forged address leads to a store that fails CURVE's handshake.
+``init_process_group`` and ``init_rpc`` may share one MASTER_ADDR:MASTER_PORT, as they do with torch. For a
+process group, that port belongs to a store of torch's, which rank 0 or the agent of ``torchrun`` serves. So
+rank 0 serves ours at a port that the system picks, and publishes it there: in torch's store if there is one,
+otherwise by a :mod:`port mapper <zmqgrad.rendezvous.port_mapper>`. Nothing else is read from there, because
+neither authenticates: a forged address leads to a store that fails the handshake.
 
 Accessing torch's store requires torch, which this layer must not import: an upper layer supplies the opener
 (:func:`set_torch_store_opener`), which importing ``zmqgrad.rpc`` or ``zmqgrad.interop`` does.
@@ -14,7 +15,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.backoff import Backoff
@@ -47,6 +49,13 @@ class TorchStore(Protocol):
     def set_timeout(self, timeout: timedelta) -> None: ...
 
 
+@runtime_checkable
+class Withdrawing(Protocol):
+    """What must be told when a store has closed that was published there."""
+
+    def withdraw(self, *keys: str) -> None: ...
+
+
 class Rival(NamedTuple):
     """A group that must not exist beside another one at the same address.
 
@@ -60,7 +69,7 @@ class Rival(NamedTuple):
 
 
 Opener = Callable[[str, int, bool, Deadline], TorchStore | None]
-"""Opens torch's store at a host and port, and serves it there if the third argument is True.
+"""Opens torch's store, or a port mapper, at a host and port; serves one there if the third argument is True.
 
 Returns None if a store of ours listens there. Raises StoreError, naming what listens there, or
 StoreTimeoutError.
@@ -158,10 +167,14 @@ def _serve(address: _Address) -> TCPStore:
                 f"{address.host}:{address.port} is in use by another store of zmqgrad, or two workers of "
                 f"this job have rank 0"
             )
+        told = {address.prefix + address.group: str(store.port)}
+        if address.rival is not None:
+            told = {address.prefix + address.rival.group: f"{_RIVAL}{store.port}", **told}
+        if isinstance(published, Withdrawing):
+            store.close_also(partial(published.withdraw, *told))
         try:
-            if address.rival is not None:
-                published.set(address.prefix + address.rival.group, f"{_RIVAL}{store.port}")
-            published.set(address.prefix + address.group, str(store.port))
+            for key, value in told.items():
+                published.set(key, value)
         except RuntimeError as e:
             raise address.error("refused the port of rank 0", e) from e
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, StoreTimeoutError
@@ -97,7 +98,8 @@ class TCPStore(Store):
         reached = "127.0.0.1" if is_master and host_name == environment.advertise_address() else host_name
         self._connection = Connection(reached, self._port, self._timeout, secret, fast_path)
         self._request, self._registry = self._connection.request, self._connection.watches
-        self._finalizer = Finalizer(self, _Closing(self._connection, self._server))
+        self._closing = _Closing(self._connection, self._server)
+        self._finalizer = Finalizer(self, self._closing)
         try:
             self._connection.ping()
             if world_size is not None and world_size > 0:
@@ -142,6 +144,10 @@ class TCPStore(Store):
         if self._server is not None:
             self._server.drain_seconds = seconds
         self.close()
+
+    def close_also(self, close: Callable[[], object]) -> None:
+        """Call ``close``, which must not refer to this store, when this store has closed."""
+        self._closing.also.append(close)
 
     def _count_worker(self, world_size: int, wait: bool) -> None:
         """Count this client, and as the master wait until there are ``world_size``."""
@@ -194,6 +200,7 @@ class _Closing:
     def __init__(self, connection: Connection, server: StoreServer | None) -> None:
         self._connection = connection
         self._server = server
+        self.also: list[Callable[[], object]] = []
         self._lock = threading.Lock()  # guards _server
 
     def __call__(self) -> None:
@@ -202,3 +209,5 @@ class _Closing:
             server, self._server = self._server, None
         if server is not None:
             servers.release(server)
+        while self.also:
+            self.also.pop()()
