@@ -74,6 +74,7 @@ ATTEMPTS: tuple[Callable[[Target], str], ...] = (
     attempts.pass_for_a_peer,
     attempts.send_garbage,
     attempts.stay_silent,
+    attempts.fill_queues,
 )
 
 

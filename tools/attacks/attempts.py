@@ -9,12 +9,14 @@ import os
 import pickle
 import resource
 import select
+import signal
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import zmq
 
@@ -59,6 +61,9 @@ CROWD = 400
 
 ROUNDS = 160
 """Frames of garbage at each address."""
+
+FILLERS = 2
+"""Processes that fill queues."""
 
 CALLS = 30
 """That the job makes while they are silent."""
@@ -316,6 +321,35 @@ def stay_silent(target: Target) -> str:
                 crowd.enter_context(_connected(place))
         wait_for_calls(target, CALLS)
     return ""
+
+
+def fill_queues(target: Target) -> str:
+    """Connect to all unix sockets as fast as the kernel lets him, while the job opens connections there."""
+    children = []
+    for _ in range(FILLERS):
+        child = os.fork()
+        if not child:
+            _fill(target.names)
+        children.append(child)
+    try:
+        wait_for_calls(target, CALLS)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return ""
+
+
+def _fill(names: Sequence[str]) -> NoReturn:
+    kept: deque[socket.socket] = deque(maxlen=CROWD)
+    for name in itertools.cycle(names):
+        kind = socket.SOCK_STREAM if name.endswith("-heartbeat") else socket.SOCK_SEQPACKET
+        with contextlib.suppress(OSError):
+            while True:  # until the queue is full
+                stranger = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+                kept.append(stranger)
+                stranger.connect(f"\0{name[1:]}")
+    os._exit(1)  # there are no names
 
 
 def crowd_at(place: int | str, count: int, target: Target) -> None:

@@ -14,6 +14,7 @@ import re
 import struct
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from io import FileIO
 
@@ -27,6 +28,9 @@ from zmqgrad.transport import tap
 STEP_SECONDS = 0.01
 BULK_EVERY = 20
 """Every so many calls, one has a tensor of a megabyte, which between hosts has a connection of its own."""
+
+CONNECT_EVERY = 5
+"""Every so many calls, one is made by a new thread, with connections of its own, beside a new store."""
 
 
 def main() -> None:
@@ -46,7 +50,7 @@ def run(rank: int, port: int, directory: str, launcher: int) -> None:
         roles = {**addresses(), **rpc.rpc_sync("worker1", addresses)}
         with open(f"{directory}/progress", "wb", buffering=0) as progress:
             print(json.dumps({"pids": [os.getpid(), peer, launcher], "roles": roles}), flush=True)
-            calls, lost = call_until(closed(directory), progress)
+            calls, lost = call_until(closed(directory), progress, store.port)
         print(json.dumps({"calls": calls, "lost": lost}), flush=True)
         store.close()
     rpc.shutdown()
@@ -78,17 +82,25 @@ def closed(directory: str) -> threading.Event:
     return ended
 
 
-def call_until(ended: threading.Event, progress: FileIO) -> tuple[int, int]:
+def call_until(ended: threading.Event, progress: FileIO, port: int) -> tuple[int, int]:
     calls = lost = 0
     while not ended.wait(STEP_SECONDS):
         calls += 1
         try:
-            lost += not call(calls)
+            lost += not (call_connecting(calls, port) if calls % CONNECT_EVERY == 0 else call(calls))
         except Exception as e:
             print(f"call {calls} failed: {e}", file=sys.stderr)
             lost += 1
         os.pwrite(progress.fileno(), struct.pack("=QQ", calls, lost), 0)
     return calls, lost
+
+
+def call_connecting(number: int, port: int) -> bool:
+    """The same as :func:`call`, by new connections."""
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(call, number)
+        with TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30)) as store:
+            return called.result() and store.get("password") == b"of the job"
 
 
 def call(number: int) -> bool:
