@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,7 +206,7 @@ def test_an_agent_whose_output_nobody_reads_kills_its_workers_all_the_same(job: 
 
 def test_ctrl_c_while_a_node_waits_for_others(job: Job) -> None:
     node = job.start("", nodes="2")
-    time.sleep(2)  # nothing tells from outside that it waits
+    node.find("joining a round")
     node.process.send_signal(signal.SIGINT)
     assert node.wait() == 130
     other = job.start(FINISH, nodes="1")  # nobody waits any more: this one is alone
