@@ -19,11 +19,10 @@ from __future__ import annotations
 
 from zmqgrad.interop.process_groups import init_process_group, register_with_torch, rendezvous_handler
 from zmqgrad.interop.stores import TorchStore, as_torch_store
-from zmqgrad.interop.torch_store import open_torch_store, yield_ports_to_torch
+from zmqgrad.interop.torch_store import open_torch_store
 from zmqgrad.rendezvous.sidecar import set_torch_store_opener
 
 __all__ = ["TorchStore", "as_torch_store", "init_process_group", "register_with_torch", "rendezvous_handler"]
 
 register_with_torch()
 set_torch_store_opener(open_torch_store)
-yield_ports_to_torch()

@@ -3,7 +3,7 @@
 torch's process groups meet by a store of torch's, which anybody may fill, and which limits nobody. So rank 0
 of an RPC group does not serve one as long as no process group needs it: a
 :mod:`port mapper <zmqgrad.rendezvous.port_mapper>` listens there. Before torch serves or seeks its store at
-that port in a process of the group, it asks here (:func:`yield_ports_to_torch`). Then rank 0 hands its
+that port in a process of the group, it asks here (:func:`_yield_ports_to_torch`). Then rank 0 hands its
 listening socket over to torch, and the others wait for that. If torch's store is there first, because a
 process group or the agent of ``torchrun`` serves it, the port of the group's store is published in that.
 """
@@ -83,10 +83,11 @@ def open_torch_store(host: str, port: int, serve: bool, deadline: Deadline) -> A
         StoreError: if another kind of server listens there, naming it; if it cannot be served there.
         StoreTimeoutError: if nothing listens there, or no store of torch's replies.
     """
+    _yield_ports_to_torch()
     return _serve(host, port, deadline) if serve else _connect(host, port, deadline)
 
 
-def yield_ports_to_torch() -> None:
+def _yield_ports_to_torch() -> None:
     """Let torch ask here before it serves or seeks a store. Idempotent."""
     create = getattr(torch_rendezvous, _ASKS, None)
     if create is None or hasattr(create, "__wrapped__"):
