@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 
@@ -10,9 +9,6 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("expecttest") is None, reason="torch's list of operators needs it"
-)
 def test_some_operators_are_exact_on_both_sides_of_a_call() -> None:
     """In a process of its own: the import of torch's list changes settings of hypothesis and torch."""
     command = [sys.executable, "-m", "tools.operators", "--every", "9", "--samples", "2"]
