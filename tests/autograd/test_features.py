@@ -272,6 +272,23 @@ def test_a_checkpoint_around_a_call_repeats_its_random_numbers() -> None:
         torch.testing.assert_close(drawn, torch.rand(3))
 
 
+@row("checkpointed calls (`rpc.checkpoint`)")
+def test_a_checkpointed_call() -> None:
+    def program(call: Callable[..., Any], x: Tensor) -> Tensor:
+        found: Tensor = rpc.checkpoint(1, square, x) if call is not in_place else square(x)
+        return found.sum()
+
+    assert_as_in_one_process(program, leaf(1, 2, 3))
+
+
+@row("checkpointed calls with `create_graph=True`")
+def test_a_checkpointed_call_and_second_derivatives() -> None:
+    with context() as ctx:
+        loss = rpc.checkpoint(1, square, leaf(1, 2, 3)).sum()
+        with pytest.raises(AutogradError, match="rpc_sync or rpc_async"):
+            backward(ctx, [loss], create_graph=True)
+
+
 @row("`saved_tensors_hooks`, `save_on_cpu`")
 def test_saved_tensors_hooks() -> None:
     assert_as_in_one_process(lambda call, x: (call(offloaded, x) * offloaded(x)).sum(), leaf(1, 2))

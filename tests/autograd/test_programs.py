@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from tests.support.programs import (
     Gradients,
     Program,
     assert_same,
+    gradients_by_checkpoints,
     gradients_here,
     gradients_over_rpc,
     higher_here,
@@ -112,6 +114,22 @@ def test_hooks_run_once_on_whole_gradients() -> None:
         @given(programs(3, all_used=False, hooks=True))
         def gradients_equal(program: Program) -> None:
             check_all_modes(c, program)
+
+        gradients_equal()
+        wait_until_released(c)
+
+
+@pytest.mark.parametrize("rich", [False, True])
+def test_checkpointed_calls_give_the_same(rich: bool) -> None:
+    """In one pass from all roots: constants that a checkpointed call gives require grad, too."""
+    with cluster(3, OPTIONS) as c:
+
+        @settings(max_examples=settings().max_examples // 2)
+        @given(programs(3, all_used=False, rich=rich))
+        def gradients_equal(program: Program) -> None:
+            for mode in MODES:
+                one_pass = replace(program, passes=None)
+                check(c, one_pass, mode, over_rpc=gradients_by_checkpoints)
 
         gradients_equal()
         wait_until_released(c)

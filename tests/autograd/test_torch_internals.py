@@ -304,6 +304,14 @@ def test_watch_engine_sees_local_passes_with_inputs(monkeypatch: pytest.MonkeyPa
     assert all(each[0] is y and each[1] is x for each in seen)
 
 
+def test_map_tensors_finds_them_in_containers() -> None:
+    """torch.utils._pytree."""
+    x = leaf()
+    found = internals.map_tensors(lambda t: t * 2, {"a": [x, 1], "b": (None, "text")})
+    torch.testing.assert_close(found["a"][0], x * 2)
+    assert (found["a"][1:], found["b"]) == ([1], (None, "text"))
+
+
 def test_in_checkpoint_knows_the_hooks_of_a_checkpoint() -> None:
     """_top_saved_tensors_default_hooks, _checkpoint_hook and _recomputation_hook."""
     seen: list[bool] = []

@@ -625,8 +625,9 @@ class _OverRpc:
 
     in_place = True
 
-    def __init__(self, *holders: Sequence[rpc.RRef[Any]]) -> None:
+    def __init__(self, *holders: Sequence[rpc.RRef[Any]], checkpoint: bool = False) -> None:
         self.holders = holders
+        self.checkpoint = checkpoint  # calls, except those by remote; their arguments may not be changed
         self.leaves, self.layers, self.tables = holders
 
     def leaf(self, number: int) -> tuple[Tensor, bool]:
@@ -654,13 +655,22 @@ class _OverRpc:
         return lambda: made.to_here()
 
     def call(self, step: Call, args: list[Tensor]) -> tuple[list[Get], bool]:
-        sent = (step.body, self.holders, args, not step.quiet)
+        checkpoint = self.checkpoint
+        sent = (step.body, self.holders, args, not step.quiet and not checkpoint, checkpoint)
         if step.how == "sync":
-            returned = rpc.rpc_sync(step.to, serve, args=sent)
+            if checkpoint:
+                returned = rpc.checkpoint(step.to, serve, *sent)
+            else:
+                returned = rpc.rpc_sync(step.to, serve, args=sent)
             return [lambda t=t: t for t in _as_list(returned)], True  # type: ignore[misc]
         wait: Callable[[], Any]
         if step.how == "async":
-            wait, received = rpc.rpc_async(step.to, serve, args=sent).wait, True
+            future = (
+                rpc.checkpoint_async(step.to, serve, *sent)
+                if checkpoint
+                else rpc.rpc_async(step.to, serve, args=sent)
+            )
+            wait, received = future.wait, True
         else:
             rref = rpc.remote(step.to, serve, args=sent)
             wait, received = rref.to_here, not rref.is_owner()
@@ -674,9 +684,11 @@ class _OverRpc:
         return [lambda i=i: get(i) for i in range(len(step.body.returns))], received  # type: ignore[misc]
 
 
-def serve(body: Body, holders: Any, args: list[Tensor], recorded: bool) -> Tensor | tuple[Tensor, ...]:
+def serve(
+    body: Body, holders: Any, args: list[Tensor], recorded: bool, checkpoint: bool
+) -> Tensor | tuple[Tensor, ...]:
     """Runs where a call goes to. Tensors of one that was not recorded are leaves: nothing in place there."""
-    returned = run_body(body, _OverRpc(*holders), _there(args, recorded))
+    returned = run_body(body, _OverRpc(*holders, checkpoint=checkpoint), _there(args, recorded))
     return returned[0] if len(returned) == 1 else tuple(returned)
 
 
@@ -690,13 +702,18 @@ def gradients_of(context_id: int, holder: rpc.RRef[Any]) -> Gradients:
     return [gradients.get(leaf) for leaf in leaves_of(holder.local_value())]
 
 
-def gradients_over_rpc(program: Program, mode: str = "auto") -> Gradients:
+def gradients_by_checkpoints(program: Program, mode: str = "auto") -> Gradients:
+    """As :func:`gradients_over_rpc`, by checkpointed calls."""
+    return gradients_over_rpc(program, mode, True)
+
+
+def gradients_over_rpc(program: Program, mode: str = "auto", checkpoint: bool = False) -> Gradients:
     """The gradients of all parameters, of zmqgrad. To be called as the program's driver.
 
     Where the program runs in several contexts at a time, all have the same gradients.
     """
     holders = _holders(program)
-    found = at_once(program.contexts, lambda _: _in_a_context(program, holders, mode))
+    found = at_once(program.contexts, lambda _: _in_a_context(program, holders, mode, checkpoint))
     for other in found[1:]:
         assert_same(other, found[0])
     return found[0]
@@ -719,9 +736,11 @@ def _hook(program: Program, leaf: int) -> str:
     return program.leaf_hooks[leaf] if program.leaf_hooks else ""
 
 
-def _in_a_context(program: Program, holders: list[list[rpc.RRef[Any]]], mode: str) -> Gradients:
+def _in_a_context(
+    program: Program, holders: list[list[rpc.RRef[Any]]], mode: str, checkpoint: bool = False
+) -> Gradients:
     with context() as context_id:
-        starts = _starts(program, _roots(program, _OverRpc(*holders)))
+        starts = _starts(program, _roots(program, _OverRpc(*holders, checkpoint=checkpoint)))
 
         def differentiate(i: int) -> None:
             last = i == len(starts) - 1 and not program.at_once

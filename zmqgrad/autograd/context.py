@@ -24,6 +24,7 @@ from zmqgrad.wire.ids import IdSource, show_id, split_id
 
 if TYPE_CHECKING:
     from zmqgrad.autograd.engine.executor import LocalPass
+    from zmqgrad.autograd.versions import ParameterVersions
 
 MAX_RELEASED_IDS = 10_000
 """How many ids of released contexts are kept, so that a late message does not create a context again."""
@@ -35,8 +36,15 @@ MAX_ENDED_PASSES = 16
 class Context:
     """One context on one worker."""
 
-    def __init__(self, context_id: int, read_at: int = 0, released: bool = False) -> None:
+    def __init__(
+        self,
+        context_id: int,
+        read_at: int = 0,
+        released: bool = False,
+        versions: ParameterVersions | None = None,
+    ) -> None:
         self.id = context_id
+        self._versions = versions
         self.read_at = read_at
         """The latest step of shared parameters that it saw here when it began, or after its own last step."""
         self.has_history = False
@@ -60,6 +68,13 @@ class Context:
         self._ended: list[int] = []  # passes that began here and that workers may still hold
         self._forgotten: set[int] = set()  # ids of passes that a late message must not start again
 
+    def is_behind(self, params: Iterable[torch.Tensor] | None = None) -> bool:
+        """Whether a step has changed shared parameters since :attr:`read_at`; one of ``params``, if given."""
+        versions = self._versions
+        if versions is None or versions.published <= self.read_at:
+            return False
+        return params is None or versions.changed_since(self.read_at, params)
+
     def end(self) -> None:
         """Mark the context as released, and drop its passes."""
         self.released = True  # before its peers are read: see Autograd.outgoing
@@ -67,6 +82,9 @@ class Context:
             for each in self.passes.values():
                 each.abandon()
             self.passes.clear()  # they refer to the context: the cycle would keep graphs and gradients alive
+        with self._lock:
+            for send in [send for send in self._sends.values() if send.checkpoint is not None]:
+                del self._sends[send.autograd_id]  # so do checkpointed calls
 
     def peers(self) -> set[int]:
         """Return the workers that this one has exchanged messages of the context with."""
@@ -95,7 +113,7 @@ class Context:
         if not differentiable:
             return 0
         autograd_id = ids.next()
-        self.add_send(record_send(autograd_id, peer, differentiable, describe()))
+        self.add_send(record_send(autograd_id, peer, differentiable, describe(), recomputation.get()))
         return autograd_id
 
     def remove_send(self, autograd_id: int) -> None:
@@ -103,10 +121,10 @@ class Context:
         with self._lock:
             self._sends.pop(autograd_id, None)
 
-    def sends(self) -> list[Send]:
-        """Return all sends so far."""
+    def sends(self, pass_id: int = 0) -> list[Send]:
+        """Return the sends so far that a pass leads through: those of others' recomputations are not."""
         with self._lock:
-            return list(self._sends.values())
+            return [send for send in self._sends.values() if send.recomputation in (0, pass_id)]
 
     def recvs(self) -> dict[int, Any]:
         """Return the recv nodes by autograd id, in the order in which their messages arrived."""
@@ -135,7 +153,9 @@ class Context:
         """
         if requiring_grad:
             metadata = RecvMetadata(self.id, autograd_id, peer, len(requiring_grad), in_reply)
-            outputs, self._recvs[autograd_id] = attach_recv(metadata, [tensors[i] for i in requiring_grad])
+            outputs, node = attach_recv(metadata, [tensors[i] for i in requiring_grad])
+            if not recomputation.get():  # the others live as long as their part of the graph
+                self._recvs[autograd_id] = node
             for i, output in zip(requiring_grad, outputs, strict=True):
                 tensors[i] = output
         return tensors
@@ -158,12 +178,20 @@ class Context:
             for number in fresh:
                 if number in self.passes:
                     self.passes.pop(number).abandon()
-            return fresh
+        with self._lock:
+            for each in [send for send in self._sends.values() if send.recomputation in fresh]:
+                del self._sends[each.autograd_id]
+        return fresh
 
     def local_passes(self) -> dict[int, LocalPass]:
         """Return the passes that this worker has taken part in and has not forgotten, by id."""
         with self.pass_lock:
             return dict(self.passes)
+
+    def was_repeated(self, number: int) -> bool:
+        """Whether a recomputation for this pass has left anything here that leads to other workers."""
+        with self._lock:
+            return number in self.passes or any(s.recomputation == number for s in self._sends.values())
 
     def is_forgotten(self, number: int) -> bool:
         """Whether this pass was forgotten. The caller holds ``pass_lock``."""
@@ -276,6 +304,9 @@ class Context:
 _requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
 
 _active_context: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
+recomputation: ContextVar[int] = ContextVar("zmqgrad_autograd_recomputation", default=0)
+"""The number of the pass for which the calling thread computes again; 0: it does not."""
+
 _wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_wants_result_grad", default=True)
 
 
@@ -337,21 +368,23 @@ class Contexts:
 
     Args:
         tracer: returns what records their begin and end; None: nothing does.
-        published: returns the latest step of shared parameters that can be seen.
+        versions: the shared parameters, if any.
     """
 
     def __init__(
-        self, tracer: Callable[[], Tracer | None] = lambda: None, published: Callable[[], int] = lambda: 0
+        self, tracer: Callable[[], Tracer | None] = lambda: None, versions: ParameterVersions | None = None
     ) -> None:
         self._lock = threading.Lock()  # guards all below
         self._live: dict[int, Context] = {}
         self._lost: set[int] = set()  # workers
         self._released: OrderedDict[int, None] = OrderedDict()
         self._tracer = tracer
-        self._published = published
+        self._versions = versions
 
     def _created(self, context_id: int) -> Context:
-        context = self._live[context_id] = Context(context_id, self._published())
+        versions = self._versions
+        read_at = 0 if versions is None else versions.published
+        context = self._live[context_id] = Context(context_id, read_at, versions=versions)
         if (tracer := self._tracer()) is not None:
             tracer.context_created(context_id)
         return context

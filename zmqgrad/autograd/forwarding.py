@@ -7,26 +7,29 @@ releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 
 import torch
 
 from zmqgrad.autograd import local_passes
+from zmqgrad.autograd.checkpoints import CheckpointedCall, checkpointed
 from zmqgrad.autograd.context import (
     Context,
     Contexts,
     active_context,
     ended_context,
+    recomputation,
     set_active_context,
     wants_result_grad,
 )
 from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
-from zmqgrad.autograd.repeated_calls import draw_seed, seeded
+from zmqgrad.autograd.repeated_calls import Run, is_repeated, run_seeded, seed_for_call
 from zmqgrad.autograd.roots import check_roots
-from zmqgrad.autograd.torch_internals import in_checkpoint, show_passes_to_torch
+from zmqgrad.autograd.torch_internals import show_passes_to_torch
 from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import Description, describe
@@ -66,6 +69,7 @@ def install(worker: Worker) -> None:
     hooks.on_send_failed = autograd.unsent
     hooks.with_history = _keeps_history
     hooks.backward = autograd.backward_from
+    hooks.checkpointing = _checkpointing
     hooks.debug["autograd"] = autograd.debug_info
     hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = worker.callee.run
     hooks.surroundings[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.surround
@@ -81,6 +85,18 @@ def _keeps_history() -> bool:
     return active_context() is not None and torch.is_grad_enabled()
 
 
+_checkpoints: ContextVar[bool] = ContextVar("zmqgrad_autograd_checkpoints", default=False)
+
+
+@contextmanager
+def _checkpointing() -> Iterator[None]:
+    token = _checkpoints.set(True)
+    try:
+        yield
+    finally:
+        _checkpoints.reset(token)
+
+
 def autograd_of(worker: Worker) -> Autograd:
     """Return the autograd layer of ``worker``."""
     found: Autograd = worker.hooks.extensions["autograd"]
@@ -93,7 +109,7 @@ class Autograd:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.versions = ParameterVersions()
-        self.contexts = Contexts(lambda: worker.hooks.tracer, lambda: self.versions.published)
+        self.contexts = Contexts(lambda: worker.hooks.tracer, self.versions)
         self.releases = Releases(worker, self.contexts)
         self.participant = Participant(worker, self.contexts, self.releases.end_passes)
 
@@ -116,8 +132,14 @@ class Autograd:
         if isinstance(message, _CALLS):
             differentiates = torch.is_grad_enabled()
             autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
-            seed = draw_seed() if in_checkpoint() and not isinstance(message, RRefFetch) else None
-            return ForwardAutogradReq(context.id, autograd_id, message, differentiates, seed)
+            seed = None if isinstance(message, RRefFetch) else seed_for_call()
+            number = recomputation.get() or None
+            if number is None and _checkpoints.get() and differentiates and isinstance(message, Call):
+                number = 0
+            return ForwardAutogradReq(context.id, autograd_id, message, differentiates, seed, number)
+        call = checkpointed.get()
+        if call is not None and isinstance(message, Result):
+            message, tensors = call.record(message, tensors)
         autograd_id = self._record(context, peer, tensors, what) if wants_result_grad() else 0
         return ForwardAutogradResp(context.id, autograd_id, message)
 
@@ -130,7 +152,7 @@ class Autograd:
         ended = ended_context()
         if ended is None or isinstance(message, _CALLS) or not wants_result_grad():
             return message
-        if not any(each.requires_grad for each in tensors):
+        if checkpointed.get() is None and not any(each.requires_grad for each in tensors):
             return message
         return ForwardAutogradResp(ended.id, self._worker.ids.next(), message)
 
@@ -145,13 +167,12 @@ class Autograd:
             context.remove_send(message.autograd_id)
 
     def surround(self, inbound: Inbound) -> AbstractContextManager[object]:
-        """Return what surrounds a call of a context: it reads shared parameters, and may have a seed."""
+        """Return what surrounds a call of a context: it reads shared parameters."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradReq)
-        reading: AbstractContextManager[object] = NOTHING
-        if self.versions.are_shared():
-            reading = self.versions.reading(fresh=self.contexts.get(message.context_id) is None)
-        return reading if message.seed is None else seeded(message.seed, reading)
+        if not self.versions.are_shared():
+            return NOTHING
+        return self.versions.reading(fresh=self.contexts.get(message.context_id) is None)  # type: ignore[no-any-return]
 
     def open_request(self, inbound: Inbound) -> Unwrapped:
         """Unwrap a call, and make its context the active one of what runs it."""
@@ -162,7 +183,16 @@ class Autograd:
         if context is None:  # the reply has to say that the context has ended
             context = Context(message.context_id, released=True)
         set_active_context(context, message.wants_result_grad)
-        return Unwrapped(message.wrapped, tensors)
+        recomputation.set(message.recomputation or 0)
+        run: Run | None = None
+        if message.recomputation == 0:
+            call = CheckpointedCall(self._worker, context, inbound.envelope.source, tensors)
+            checkpointed.set(call)
+            run = call.run
+        if message.seed is not None:
+            is_repeated.set(True)
+            run = partial(run_seeded, message.seed, run)
+        return Unwrapped(message.wrapped, tensors, run)
 
     def open_response(self, inbound: Inbound) -> Unwrapped:
         """Unwrap a reply that belongs to a context. Runs in the thread that waits for it.

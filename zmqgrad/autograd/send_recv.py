@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -37,7 +37,9 @@ class Send(NamedTuple):
     """Tensors that were sent to ``peer`` in message ``autograd_id``.
 
     For error messages, ``what`` names the call, and ``file`` and ``line`` are where the program made it;
-    replies have none.
+    replies have none. ``recomputation`` is not 0 if the message was sent in one: only the pass of that number
+    leads through it. ``checkpoint`` is the call that leads from the gradients of its results, which arrive
+    here, to those of its arguments.
     """
 
     autograd_id: int
@@ -46,6 +48,8 @@ class Send(NamedTuple):
     what: str
     file: str = ""
     line: int = 0
+    recomputation: int = 0
+    checkpoint: Any = None
 
     def describe(self) -> str:
         """Return a description of the call and its line."""
@@ -53,9 +57,13 @@ class Send(NamedTuple):
         return f"{self.what or 'a call'}{where}"
 
 
-def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str) -> Send:
+def record_send(
+    autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str, recomputation: int = 0
+) -> Send:
     """Return the send of ``tensors``, all of which require grad, with the current line of the program."""
-    return Send(autograd_id, peer, tuple(map(edge_or_leaf, tensors)), what, *_line_of_program())
+    return Send(
+        autograd_id, peer, tuple(map(edge_or_leaf, tensors)), what, *_line_of_program(), recomputation
+    )
 
 
 _PYTHON_NODE: Any = BackwardCFunction
@@ -119,6 +127,7 @@ class RecvMetadata(NamedTuple):
     """The send ``autograd_id`` of ``peer``, which the gradients of a recv go to.
 
     ``in_reply``: the tensors arrived in a reply, not in a call, which matters for device maps.
+    ``arguments_of`` refers to the checkpointed call that takes the gradients instead, if they are arguments.
     """
 
     context_id: int
@@ -126,6 +135,7 @@ class RecvMetadata(NamedTuple):
     peer: int
     outputs: int
     in_reply: bool = False
+    arguments_of: Callable[[], Any] | None = None
 
 
 _ANCHOR = torch.empty(0, requires_grad=True, device="cpu")

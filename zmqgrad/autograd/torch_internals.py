@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 Edge = tuple[Any, int]
@@ -232,7 +233,17 @@ _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 def in_checkpoint() -> bool:
     """Whether the calling thread runs a checkpointed function, for the first time or again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOKS)
+    return hooks is not None and is_checkpoint_hook(hooks[0])
+
+
+def is_checkpoint_hook(hook: Any) -> bool:
+    """Whether this hook of saved tensors computes again what it does not keep."""
+    return getattr(hook, "__qualname__", "").startswith(_CHECKPOINT_HOOKS)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return ``value`` with ``function`` applied to the tensors in its containers."""
+    return tree_map_only(torch.Tensor, function, value)
 
 
 # ---- kinds of nodes --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,12 @@ class ParameterVersions:
     def are_shared(self) -> bool:
         """Whether there are shared parameters. Without these, calls pay nothing for them."""
         return bool(self._shared)
+
+    def changed_since(self, number: int, params: Iterable[torch.Tensor]) -> bool:
+        """Whether a published step later than ``number`` changed any of ``params``."""
+        with self._changed:
+            shared = [self._shared[id(p)] for p in params if id(p) in self._shared]
+            return any(number < step <= self.published for each in shared for step in each.steps)
 
     # ---- reading ----------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
 from zmqgrad.rendezvous import has_world_size, open_store, rendezvous_beside
 from zmqgrad.rpc.backend_registry import construct_rpc_backend_options, init_backend, is_own
+from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker, set_default_worker
 from zmqgrad.rpc.debug import debug_info
 from zmqgrad.rpc.futures import RpcFuture
@@ -288,6 +289,64 @@ def remote(
     worker = current_worker()
     with caller_range("remote", worker, to, func):
         return call_remote(worker, to, func, args, kwargs, timeout)
+
+
+def checkpoint(
+    to: object, func: Callable[..., Any], *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
+) -> Any:
+    """As :func:`rpc_sync`, but the callee keeps the arguments until the backward pass, and not the graph.
+
+    It runs ``func`` without a graph, and again when the gradients of its results arrive: with the same
+    arguments, random numbers and ``torch.autocast``. So ``func`` must do the same both times, and must not
+    change its arguments. All floating-point tensors of the result require grad.
+
+    Outside of an autograd context, and under ``torch.no_grad``, this is :func:`rpc_sync`. So are calls that
+    ``func`` makes in turn: they are repeated with it.
+
+    Args:
+        to: a name, a rank or a WorkerInfo.
+        func: any callable, as for :func:`rpc_sync`.
+        args: positional arguments of ``func``.
+        timeout: seconds for connecting, queueing and running; 0 for no limit; default: the worker's.
+        kwargs: keyword arguments of ``func``.
+
+    Returns:
+        The result, whose tensors are copies.
+
+    Raises:
+        Exception: as :func:`rpc_sync`; ``backward`` raises what the second run raises.
+        AutogradError: if ``func`` has changed an argument in place.
+    """
+    worker = current_worker()
+
+    def send() -> PendingCall:
+        with worker.hooks.checkpointing():
+            return worker.call(to, func, args, kwargs, timeout, waits=True)
+
+    with caller_range("sync", worker, to, func):
+        return worker.decode(worker.send_and_wait(send))
+
+
+def checkpoint_async(
+    to: object, func: Callable[..., Any], *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
+) -> RpcFuture[Any]:
+    """As :func:`checkpoint`, but returns a ``torch.futures.Future`` at once, as :func:`rpc_async`.
+
+    Args:
+        to: a name, a rank or a WorkerInfo.
+        func: any callable, as for :func:`rpc_sync`.
+        args: positional arguments of ``func``.
+        timeout: seconds for connecting, queueing and running; 0 for no limit; default: the worker's.
+        kwargs: keyword arguments of ``func``.
+
+    Returns:
+        A future of the result. It has the errors of :func:`checkpoint`.
+
+    Raises:
+        UnknownWorkerError, PayloadError: if the call cannot be made.
+    """
+    with current_worker().hooks.checkpointing():
+        return rpc_async(to, func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

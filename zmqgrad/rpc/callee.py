@@ -71,10 +71,10 @@ class Callee:
             Exception: what the function raised; the server replies with it. A remote call does not raise it:
                 the error is raised where the value is fetched.
         """
-        call, tensors = inbound.message, None
+        call, tensors, run = inbound.message, None, None
         unwrap = self._unwrappers.get(inbound.envelope.type)
         if unwrap is not None:
-            call, tensors = unwrap(inbound)
+            call, tensors, run = unwrap(inbound)
         source = inbound.envelope.source
         created: Promise[Any] | None = None
         if isinstance(call, RemoteCall):
@@ -88,7 +88,7 @@ class Callee:
             tensors = None  # the function decides how long they live
             with callee_range(self._worker, source, call.function or function, call.traceparent):
                 try:
-                    value = function(*args, **kwargs)
+                    value = function(*args, **kwargs) if run is None else run(function, args, kwargs)
                 except TypeError as e:
                     check_operator(function, e)
                     raise

@@ -8,8 +8,8 @@ lost peers and of shutdown. Each worker has its own hooks; nothing here is globa
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ class Unwrapped(NamedTuple):
 
     message: Message
     tensors: list[torch.Tensor]
+    run: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any] | None = None
+    """Runs the function of a call with its arguments; None: it is just called."""
 
 
 RequestHandler = Callable[[Inbound], None]
@@ -70,6 +72,8 @@ class Hooks:
     """(context id, root, retain_graph): run a distributed backward pass from a tensor of this worker."""
     with_history: Callable[[], bool] = lambda: False
     """Whether tensors are sent with their autograd history just now."""
+    checkpointing: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Returns a context manager in which calls that are sent are checkpointed."""
     tracer: Tracer | None = None
     """Records what the worker does; None: it is not traced."""
     peer_lost: list[Callable[[int, BaseException], None]] = field(default_factory=list)

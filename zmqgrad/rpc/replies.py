@@ -39,7 +39,7 @@ class ReplyDecoder:
         unwrap = self._unwrappers.get(inbound.envelope.type)  # type: ignore[call-overload]
         tensors = None
         if unwrap is not None:
-            message, tensors = unwrap(inbound)
+            message, tensors, _ = unwrap(inbound)
         if isinstance(message, ExceptionReply):
             raise rebuild_exception(message)
         if not isinstance(message, (Result, RRefValue)):

@@ -50,11 +50,13 @@ class Inputs(Protocol):
 class Coordinator:
     """One pass that begins on ``worker``. Call :meth:`run` once, then :meth:`close`."""
 
-    def __init__(self, participant: Participant, worker: Worker, context: Context) -> None:
+    def __init__(
+        self, participant: Participant, worker: Worker, context: Context, pass_id: int | None = None
+    ) -> None:
         self._participant = participant
         self._worker = worker
         self._context = context
-        self.id = worker.ids.next()
+        self.id = pass_id or worker.ids.next()
         self.inbox: SimpleQueue[Inbound | None] | None = SimpleQueue() if profiled_here() else None
         """Under a profiler: the queue by which the calling thread receives, and so records, all requests."""
         ports = worker.ports
@@ -89,7 +91,8 @@ class Coordinator:
                 self.detector.abort(e)
                 raise
         with context.pass_lock:
-            local_pass = LocalPass(context, self._worker.id, options, roots, local_inputs)
+            sends = context.sends(self.id)
+            local_pass = LocalPass(context, self._worker.id, options, roots, local_inputs, sends)
             context.passes[self.id] = local_pass
         if mode == "smart":
             self._drop(_never(self._discover({self._worker.id}, local_pass)), local_pass)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -45,15 +45,16 @@ from zmqgrad.autograd.graph.node import (
 )
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan
 from zmqgrad.autograd.graph.recomputation import recomputes
-from zmqgrad.autograd.graph.sums import OF_ENTRIES, OF_GROUPS, OrderedSum, Place
+from zmqgrad.autograd.graph.sums import OF_CHECKPOINTS, OF_ENTRIES, OF_GROUPS, OrderedSum, Place
 from zmqgrad.autograd.graph.undefined import UNDEFINED
 from zmqgrad.autograd.graph.validation import fit, matches
 from zmqgrad.autograd.graph.walk import GraphWalk, condense
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
-from zmqgrad.autograd.send_recv import EdgeOrLeaf, RecvMetadata
+from zmqgrad.autograd.send_recv import EdgeOrLeaf, RecvMetadata, Send
 from zmqgrad.autograd.torch_internals import (
     LEAF_NODE,
     as_graph_task,
+    is_checkpoint_hook,
     post_accumulate_hooks,
 )
 from zmqgrad.errors import AutogradError
@@ -70,6 +71,17 @@ class GradientSink(Protocol):
 
     def flush_if_late(self) -> None:
         """Send what has waited long enough for other gradients. Called before more is run."""
+
+
+class _Arguments:
+    """The sink of a pass that leads only to the arguments of a checkpointed call."""
+
+    def send_gradients(self, recv: RecvMetadata, gradients: Sequence[Gradient]) -> None:
+        assert recv.arguments_of is not None
+        recv.arguments_of().receive(gradients)
+
+    def flush_if_late(self) -> None:
+        """There is nothing to send."""
 
 
 class GroupSnapshot(NamedTuple):
@@ -101,6 +113,9 @@ class LocalPass:
         options: whether to keep saved tensors for another pass, for example.
         roots: the roots, if the pass began on this worker.
         inputs: the tensors of this worker whose gradients the pass returns, if leaves accumulate none.
+        sends: what the worker has sent, as far as the pass may lead through it; None: all that no
+            recomputation has sent.
+        checks_versions: whether its graph is older than the pass, so that parameters may have changed.
     """
 
     def __init__(
@@ -109,11 +124,15 @@ class LocalPass:
         worker: int,
         options: PassOptions,
         roots: Sequence[torch.Tensor] = (),
-        inputs: Sequence[torch.Tensor] = (),
+        inputs: Sequence[torch.Tensor] | Captures = (),
+        sends: Sequence[Send] | None = None,
+        checks_versions: bool = True,
     ) -> None:
         self.context = context
         self.options = options
-        self.captures = None if options.accumulate else Captures(inputs)
+        self.captures: Captures | None = None
+        if not options.accumulate:
+            self.captures = inputs if isinstance(inputs, Captures) else Captures(inputs)
         """What the pass returns."""
         if options.create_graph:
             context.has_history = True
@@ -121,7 +140,7 @@ class LocalPass:
         self.abandoned = False
         """Whether the pass has failed or ended: no further group runs, and what one computes is dropped."""
         self._worker = worker
-        self._sends = context.sends()
+        self._sends = context.sends() if sends is None else sends
         self._entry_of = {ROOTS: 0}  # by autograd id
         for send in self._sends:
             self._entry_of[send.autograd_id] = len(self._entry_of)
@@ -141,22 +160,70 @@ class LocalPass:
                 gc.enable()
         if mode is AccumulateMode.JOINT:
             check_not_sharded(walk.waiting_leaves)
-        self._starts, self._numbers, self._starts_at_leaves = walk.starts, walk.numbers, walk.starts_at_leaves
+        self._starts, self._numbers = walk.starts, walk.numbers
+        if checks_versions:
+            self._check_versions(walk)
+        self._adds_in_order = walk.starts_at_leaves or any(send.checkpoint for send in self._sends)
         self._task = PassTask(self._starts, self._plan)
         self._differentiation = Differentiation(walk, self._plan, options, self.captures, self._hooks)
         self._token = object()  # denotes this pass to the context, without a reference to it
+        self._place: Place | None = None
         self._recvs = walk.recvs
         self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
+
+    def _check_versions(self, walk: GraphWalk) -> None:
+        """Check that no checkpoint of torch would compute again with other values than it had.
+
+        Raises:
+            AutogradError: if a step of another trainer has changed a parameter meanwhile.
+        """
+        if not self.context.is_behind():
+            return
+        leaves = {node for edges in walk.boundary for node, _ in edges if type(node) is LEAF_NODE}
+        if self.context.is_behind([n.variable for n in leaves]) and self._recomputes(is_checkpoint_hook):
+            raise AutogradError(
+                f"worker {self._worker} would compute a torch.utils.checkpoint again with other values than "
+                f"before, as a step of another trainer (versions=True) has changed a parameter: do without "
+                f"checkpoints there"
+            )
 
     @cached_property
     def recomputes(self) -> bool:
         """Whether parts of the forward pass are computed again, so that only one thread may run groups."""
+        return self._recomputes()
+
+    def _recomputes(self, checks: Callable[[Any], bool] | None = None) -> bool:
         edges = [start for entry in self._starts for start in entry if isinstance(start, GradientEdge)]
-        return recomputes(edge.node for edge in edges)
+        return recomputes([edge.node for edge in edges], checks)
 
     def requests_to(self, worker: int) -> tuple[int, ...]:
         """Return the requests that this pass has sent, or may send, to ``worker``."""
         return tuple([recv.autograd_id for recv in self._recvs.values() if recv.peer == worker])
+
+    @property
+    def leads_away(self) -> bool:
+        """Whether its graph leads to recvs, apart from the arguments of a checkpointed call."""
+        return any(recv.arguments_of is None for recv in self._recvs.values())
+
+    def run_inside(self, outer: LocalPass, autograd_id: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Run the whole pass, which does not lead away, in the calling thread, as a part of ``outer``.
+
+        Args:
+            outer: the pass that leads through a checkpointed call.
+            autograd_id: of that call: gradients of leaves are added in the order of these calls.
+            gradients: of the roots.
+        """
+        self._token, self._place = outer._token, (OF_CHECKPOINTS, outer._entry_of[autograd_id])
+        sink = _Arguments()
+        self.start(gradients, sink)
+        self.drop(0, (), sink)
+        if outer.captures is not None and self.captures is not None:
+            outer.captures.merge(self.captures)
+
+    def checkpoint(self, autograd_id: int) -> Any:
+        """Return the checkpointed call whose results have this recv; None if other workers made it."""
+        entry = self._entry_of.get(autograd_id)
+        return None if entry is None else self._sends[entry - 1].checkpoint
 
     def abandon(self) -> None:
         """Stop the pass on this worker as soon as the groups that run now are done."""
@@ -353,8 +420,8 @@ class LocalPass:
     def _accumulate_from(self, group: Group, edge: Edge, gradient: torch.Tensor, also_held: bool) -> None:
         """Add a gradient of ``group`` to a leaf, which other groups may lead to as well."""
         leaf = edge[0].variable
-        if self._starts_at_leaves or self._plan.sources.get(edge, 1) > 1:
-            place = OF_GROUPS, group.outgoing[edge]
+        if self._place or self._adds_in_order or self._plan.sources.get(edge, 1) > 1:
+            place = self._place or (OF_GROUPS, group.outgoing[edge])
             self.context.accumulate_part(leaf, gradient, also_held, self._token, place)
         else:
             self.context.accumulate(leaf, gradient, also_held)

@@ -17,6 +17,7 @@ from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.engine.failures import describe_failure, rebuild_failure
 from zmqgrad.autograd.engine.step import BackwardStep
 from zmqgrad.autograd.engine.termination import TerminationDetector
+from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.errors import AutogradError, ClosedError, RpcError, TransportError
 from zmqgrad.rpc.membership.group import LEFT, LEFT_AT_ONCE
 from zmqgrad.rpc.worker import Worker
@@ -94,6 +95,7 @@ class Participant:
         mode: str,
         gradients: Sequence[torch.Tensor] | None = None,
         inputs: Inputs | None = None,
+        pass_id: int | None = None,
     ) -> None:
         """Run one pass from ``roots``. Returns when it has finished on all workers.
 
@@ -104,13 +106,14 @@ class Participant:
             mode: one of ``MODES``.
             gradients: of ``roots``; None: ones.
             inputs: the tensors whose gradients it returns, if leaves accumulate none.
+            pass_id: its id, if a recomputation has one for it already.
 
         Raises:
             AutogradError: in fast mode, if groups somewhere wait for a gradient that will never arrive.
             RpcTimeoutError: if no report of the pass arrives for the default timeout; names the workers.
             Exception: any error of a backward function or hook on any worker, also as a RuntimeError.
         """
-        coordinator = Coordinator(self, self._worker, context)
+        coordinator = Coordinator(self, self._worker, context, pass_id)
         tracer = self.tracer()
         if tracer is not None:
             tracer.pass_started(context.id, coordinator.id)
@@ -280,11 +283,51 @@ class Participant:
 
     def _consume_as_helper(self, local_pass: LocalPass, pass_id: int, root: int, channel: int) -> None:
         """Runs in an engine thread, with the modes and context variables that a request would find."""
-        if not local_pass.queue.help(requested=True):
+        if local_pass.queue.help(requested=True):
+            _run_in_clean_thread(functools.partial(self._consume, local_pass, pass_id, root, channel))
+
+    def compute_again(
+        self,
+        local_pass: LocalPass,
+        pass_id: int,
+        root: int,
+        channel: int,
+        send: int,
+        gradients: Sequence[Gradient],
+    ) -> None:
+        """Let another thread lead the gradients of a checkpointed call, which has ``send``, through it."""
+        lead = functools.partial(self._lead_through, local_pass, pass_id, root, channel, send, gradients)
+        try:
+            self._worker.submit(functools.partial(_run_in_clean_thread, lead))
+        except ClosedError:
+            logger.debug("a backward pass is about to end with its worker")  # see close()
+
+    def _lead_through(
+        self,
+        local_pass: LocalPass,
+        pass_id: int,
+        root: int,
+        channel: int,
+        send: int,
+        gradients: Sequence[Gradient],
+    ) -> None:
+        if local_pass.abandoned:
             return
-        torch.set_grad_enabled(True)
-        torch.set_default_device(None)
-        copy_context().run(self._consume, local_pass, pass_id, root, channel)
+        try:
+            call = local_pass.checkpoint(send)
+            found = copy_context().run(call.backward, self, local_pass, send, gradients)
+        except BaseException as e:
+            self._report_rejected(root, pass_id, [send], e)
+            if not isinstance(e, Exception):
+                raise
+            return
+        if local_pass.queue.add([(send, found)]):
+            self._consume(local_pass, pass_id, root, channel)
+
+    def forget(self, context: Context, pass_id: int) -> None:
+        """Free on all workers what a recomputation for this pass has left there."""
+        if context.was_repeated(pass_id):
+            self._end_passes(context, [pass_id])
 
     def on_discover(self, inbound: Inbound) -> None:
         """Report to the coordinator which entries lead to which recvs."""
@@ -327,10 +370,14 @@ class Participant:
             if found is None:
                 if context.is_forgotten(pass_id):
                     raise AutogradError(f"backward pass {show_id(pass_id)} has ended")
-                found = context.passes[pass_id] = LocalPass(context, self.worker_id, options)
+                sends = context.sends(pass_id)
+                found = LocalPass(context, self.worker_id, options, sends=sends)
+                context.passes[pass_id] = found
             return found
 
-    def _report_rejected(self, root: int, pass_id: int, requests: Sequence[int], error: Exception) -> None:
+    def _report_rejected(
+        self, root: int, pass_id: int, requests: Sequence[int], error: BaseException
+    ) -> None:
         """Report requests that cannot be handled here."""
         described = self.describe_error(error, root)
         self.report(
@@ -401,3 +448,10 @@ class Participant:
     def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame], channel: int) -> None:
         """Send a request of a pass. The coordinator, which waits at ``channel``, gets the report."""
         self._worker.post(peer, message, frames, channel)
+
+
+def _run_in_clean_thread(task: Callable[[], None]) -> None:
+    """Run ``task`` in an engine thread with the modes and context variables that a request would find."""
+    torch.set_grad_enabled(True)
+    torch.set_default_device(None)
+    copy_context().run(task)

@@ -163,6 +163,15 @@ class BackwardStep:
                 f"a tensor that was received in context {show_id(recv.context_id)} is part of the graph of "
                 f"context {show_id(context.id)}: use one context for both, or detach it"
             )
+        if recv.arguments_of is not None:
+            recv.arguments_of().receive(gradients)
+            return
+        if recv.peer == self._participant.worker_id and self._pass.checkpoint(recv.autograd_id) is not None:
+            self._sent.append((recv.peer, (recv.autograd_id,)))
+            self._participant.compute_again(
+                self._pass, self._pass_id, self._root, self._channel, recv.autograd_id, gradients
+            )
+            return
         to = recv.peer, recv.in_reply and self._participant.maps_devices(recv.peer)
         batch = self._batches.get(to)
         if batch is not None and batch.is_full:

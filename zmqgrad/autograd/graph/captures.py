@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zmqgrad.autograd.graph.plan import Edge
+from zmqgrad.autograd.graph.sums import added
 from zmqgrad.autograd.send_recv import edge_of, edge_or_leaf
 from zmqgrad.autograd.torch_internals import LEAF_NODE
 
@@ -21,6 +22,7 @@ class Captures:
 
     def __init__(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         self._edges: list[Edge] = []
+        self._added: dict[Edge, torch.Tensor] = {}  # by inner passes
         for tensor in inputs:
             node, number = edge_of(edge_or_leaf(tensor))[:2]
             self._edges.append((node, number))
@@ -43,4 +45,22 @@ class Captures:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return the gradient of each input; None where there is none."""
-        return [self._found[edge] for edge in self._edges]
+        return [self._sum(edge) for edge in self._edges]
+
+    def _sum(self, edge: Edge) -> torch.Tensor | None:
+        found, inner = self._found[edge], self._added.get(edge)
+        return inner if found is None else found if inner is None else added(found, inner)
+
+    def again(self) -> Captures:
+        """Return captures of the same inputs, for an inner pass."""
+        inner = Captures()
+        inner._edges, inner.nodes = self._edges, self.nodes
+        inner._found = dict.fromkeys(self._edges)
+        return inner
+
+    def merge(self, inner: Captures) -> None:
+        """Add what an inner pass has found."""
+        for edge, gradient in inner._found.items():
+            present = self._added.get(edge)
+            if gradient is not None:
+                self._added[edge] = gradient if present is None else added(present, gradient)

@@ -13,8 +13,8 @@ import torch
 Place = tuple[int, int]
 """A tree, and the number of a gradient in it. The trees of a sum are added in the order of their numbers."""
 
-OF_ENTRIES, OF_GROUPS = 0, 1
-"""The trees of what enters the local graph and of what groups produce."""
+OF_ENTRIES, OF_GROUPS, OF_CHECKPOINTS = 0, 1, 2
+"""The trees of what enters the local graph, of what groups produce, and of what checkpointed calls do."""
 
 
 def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,9 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "is_scriptable",
     "generated_methods",
     "module_rref",
+    "checkpoint",
 )
-"""The attributes that are serialized, named as in torch's RemoteModule."""
+"""The attributes that are serialized, named as in torch's RemoteModule, which has no last one."""
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
 """The attributes that ``nn.Module.__init__`` sets."""
@@ -74,6 +75,7 @@ class RemoteModule(nn.Module, RpcSerializable):
             worker. The first use of the module raises its exceptions.
         args, kwargs: the arguments of ``module_cls``.
         _module_interface_cls: not supported; it must be None.
+        checkpoint: whether calls are checkpointed (:func:`zmqgrad.rpc.checkpoint`).
 
     Raises:
         NotInitializedError: before ``init_rpc``.
@@ -84,6 +86,7 @@ class RemoteModule(nn.Module, RpcSerializable):
     on: str | int
     device: str
     module_rref: RRef[nn.Module]
+    checkpoint: bool
     forward_async: _Forward
     forward: _Forward
 
@@ -94,18 +97,24 @@ class RemoteModule(nn.Module, RpcSerializable):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         _module_interface_cls: Any = None,
+        *,
+        checkpoint: bool = False,
     ) -> None:
         super().__init__()
         _refuse_interface(_module_interface_cls)
         on, device = _parse_remote_device(remote_device)
         content = (module_cls, tuple(args or ()), dict(kwargs or {}), device)
-        self._initialize(on, device, create_remotely(on, _create_module, content))
+        self._initialize(on, device, create_remotely(on, _create_module, content), checkpoint)
         signature = _signature_of(module_cls)
         self.forward_async.__signature__ = self.forward.__signature__ = signature
 
     @staticmethod
     def init_from_module_rref(
-        remote_device: str | torch.device, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
+        remote_device: str | torch.device,
+        module_rref: RRef[nn.Module],
+        _module_interface_cls: Any = None,
+        *,
+        checkpoint: bool = False,
     ) -> RemoteModule:
         """Return a RemoteModule for an existing module. Several of them can share one module.
 
@@ -113,6 +122,7 @@ class RemoteModule(nn.Module, RpcSerializable):
             remote_device: the worker and the device of the module, as for the constructor.
             module_rref: a reference to the module.
             _module_interface_cls: not supported; it must be None.
+            checkpoint: as for the constructor. The others of the module may differ.
 
         Raises:
             NotInitializedError, ConfigurationError: as the constructor.
@@ -120,24 +130,24 @@ class RemoteModule(nn.Module, RpcSerializable):
         _refuse_interface(_module_interface_cls)
         module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(module)
-        module._initialize(*_parse_remote_device(remote_device), module_rref)
+        module._initialize(*_parse_remote_device(remote_device), module_rref, checkpoint)
         return module
 
-    def _initialize(self, on: str | int, device: str, module_rref: RRef[nn.Module]) -> None:
+    def _initialize(self, on: str | int, device: str, module_rref: RRef[nn.Module], checkpoint: bool) -> None:
         self.on = on
         self.device = device
         self.is_device_map_set = _has_device_map(on)
         self.is_scriptable = False
         self.generated_methods = ("forward_async", "forward")
         self.module_rref = module_rref
+        self.checkpoint = checkpoint
         self._add_forward_methods()
 
     def _add_forward_methods(self) -> None:
         # They refer to the RRef, not to self: a reference cycle would outlive the last use of this module.
-        vars(self)["forward_async"] = _Forward(
-            self.module_rref, self.device, self.is_device_map_set, is_sync=False
-        )
-        vars(self)["forward"] = _Forward(self.module_rref, self.device, self.is_device_map_set, is_sync=True)
+        place = self.module_rref, self.device, self.is_device_map_set
+        vars(self)["forward_async"] = _Forward(*place, is_sync=False, checkpoint=self.checkpoint)
+        vars(self)["forward"] = _Forward(*place, is_sync=True, checkpoint=self.checkpoint)
 
     def __getattr__(self, name: str) -> Any:
         # A RemoteModule that arrived in a message has the serialized attributes only, as with torch; the
@@ -155,7 +165,7 @@ class RemoteModule(nn.Module, RpcSerializable):
             seconds: the timeout of one call; 0: no limit.
         """
         module = RemoteModule.init_from_module_rref(
-            f"{_worker_text(self.on)}/{self.device}", self.module_rref
+            f"{_worker_text(self.on)}/{self.device}", self.module_rref, checkpoint=self.checkpoint
         )
         for mine, theirs in ((self.forward, module.forward), (self.forward_async, module.forward_async)):
             theirs.__signature__ = mine.__signature__
@@ -226,31 +236,47 @@ class _Forward:
         device: the device of the module.
         keeps_device: tensors of the result stay on that device until a device map moves them.
         is_sync: wait for the result instead of returning a future.
+        checkpoint: whether calls are checkpointed.
     """
 
-    def __init__(self, module_rref: RRef[nn.Module], device: str, keeps_device: bool, is_sync: bool) -> None:
+    def __init__(
+        self,
+        module_rref: RRef[nn.Module],
+        device: str,
+        keeps_device: bool,
+        is_sync: bool,
+        checkpoint: bool = False,
+    ) -> None:
         self._rref = module_rref
         self._device = device
         self._keeps_device = keeps_device
         self._is_sync = is_sync
+        self._checkpoint = checkpoint
         self.timeout = UNSET_RPC_TIMEOUT
         self.__signature__: inspect.Signature | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._checkpoint:
+            return self._call(self._is_sync, args, kwargs)
+        with current_worker().hooks.checkpointing():
+            future = self._call(False, args, kwargs)
+        return future.wait() if self._is_sync else future
+
+    def _call(self, is_sync: bool, args: Any, kwargs: Any) -> Any:
         rref = self._rref
         if torch.device(self._device).type != "cpu":
-            call = rpc_sync if self._is_sync else rpc_async
+            call = rpc_sync if is_sync else rpc_async
             return call(
                 rref.owner(),
                 _forward_on_device,
                 (rref, self._device, self._keeps_device, args, kwargs),
                 timeout=self.timeout,
             )
-        proxy = rref.rpc_sync(self.timeout) if self._is_sync else rref.rpc_async(self.timeout)
+        proxy = rref.rpc_sync(self.timeout) if is_sync else rref.rpc_async(self.timeout)
         return proxy.forward(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _Forward, (self._rref, self._device, self._keeps_device, self._is_sync)
+        return _Forward, (self._rref, self._device, self._keeps_device, self._is_sync, self._checkpoint)
 
 
 def _unsupported(name: str, hint: str = "") -> Callable[..., NoReturn]:

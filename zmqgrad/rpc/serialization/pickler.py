@@ -94,7 +94,7 @@ class RpcPickler(CodePickler):
             return tensor_at, (len(self.tensors) - 1,)
         if obj is tensor_at or obj is adopt:  # by name; cloudpickle takes longer to find that out
             return NotImplemented
-        if self._context.parameters_as_tensors:
+        if self._context.parameters_as_tensors and not isinstance(obj, RpcSerializable):
             if isinstance(obj, torch.nn.Module):
                 self._module_parameters.update(map(id, obj.parameters()))
             elif kind is torch.nn.Parameter and obj.requires_grad and id(obj) not in self._module_parameters:

@@ -32,7 +32,9 @@ class ForwardAutogradReq(Message, frozen=True):
     ``autograd_id`` matches the *send* of the caller with the *recv* of the callee; 0 if no tensor in the
     request requires grad. If ``wants_result_grad`` is false, the caller does not differentiate
     (``torch.no_grad``), and the result records no send. ``seed`` is for the random generators of the callee,
-    if the caller runs a checkpointed function, which repeats its calls.
+    if the caller runs a checkpointed function, which repeats its calls. ``recomputation`` is 0 if the call is
+    checkpointed: the callee keeps no graph, and computes again when the gradient arrives. If the call is a
+    part of such a recomputation, it is the number of the pass that leads through it.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_REQ
@@ -41,6 +43,7 @@ class ForwardAutogradReq(Message, frozen=True):
     wrapped: Call | RemoteCall | RRefFetch
     wants_result_grad: bool = True
     seed: Size | None = None
+    recomputation: Id | None = None
 
 
 class ForwardAutogradResp(Message, frozen=True):

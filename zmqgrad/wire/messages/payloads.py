@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Collection, Iterator
 from typing import Annotated
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from zmqgrad.wire.messages.base import MAX_DIMENSIONS, MAX_TENSORS, Id, Name, Size, WireStruct, WorkerId
 
@@ -88,15 +90,25 @@ class Tensors(WireStruct, frozen=True):
         if not self.batches:
             return [i for i, d in enumerate(self.tensors) if d.requires_grad]
         numbers: list[int] = []
-        taken: set[int] = set()
         for batch in self.batches:
-            indices = batch.indices or range(len(batch.shapes))
-            taken.update(indices)
             if batch.requires_grad:
-                numbers += indices
-        free = itertools.filterfalse(taken.__contains__, itertools.count())
-        numbers += [i for i, d in zip(free, self.tensors, strict=False) if d.requires_grad]
+                numbers += batch.indices or range(len(batch.shapes))
+        numbers += [i for i, d in zip(self._free(), self.tensors, strict=False) if d.requires_grad]
         return sorted(numbers)
+
+    def require_grad(self, numbers: Collection[int]) -> Tensors:
+        """Return the same tensors, of which those with these indices require grad: all of some dtypes."""
+        wanted, free = set(numbers), self._free()
+        return replace(
+            self,
+            tensors=tuple([replace(d, requires_grad=next(free) in wanted) for d in self.tensors]),
+            batches=tuple([replace(b, requires_grad=(*b.indices, 0)[0] in wanted) for b in self.batches]),
+        )
+
+    def _free(self) -> Iterator[int]:
+        """Yield the indices that are not in batches."""
+        taken = {i for b in self.batches for i in b.indices or range(len(b.shapes))}
+        return itertools.filterfalse(taken.__contains__, itertools.count())
 
 
 NO_TENSORS = Tensors()
