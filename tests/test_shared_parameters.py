@@ -266,7 +266,7 @@ def test_what_a_context_has_saved_stays_while_others_step(c: Cluster, owner: int
 def test_what_is_saved_outside_of_contexts_is_noticed_as_in_torch(c: Cluster) -> None:
     """Torch saves the parameter itself, which has new memory by now: without a check, a wrong gradient."""
     p = rpc.remote(1, make_param, (2.0,))
-    sgd(p)
+    optimizer = sgd(p)  # parameters are shared while there is one
     outside = KEPT["p"] ** 3
     with context() as ctx:
         y = rpc.rpc_sync(1, cube, (p,))
@@ -275,6 +275,7 @@ def test_what_is_saved_outside_of_contexts_is_noticed_as_in_torch(c: Cluster) ->
         assert rpc.rpc_sync(1, gradient_of, (ctx,)).tolist() == [12.0]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outside.sum().backward()
+    del optimizer
 
 
 def change(p: rpc.RRef[Tensor]) -> None:
@@ -291,7 +292,7 @@ def changed_input(p: rpc.RRef[Tensor]) -> Tensor:
 
 def test_changes_of_the_program_are_noticed_as_in_torch(c: Cluster) -> None:
     p = rpc.remote(1, make_param, (2.0,))
-    sgd(p)
+    optimizer = sgd(p)  # parameters are shared while there is one
     with context() as ctx:
         y = rpc.rpc_sync(1, cube, (p,))
         rpc.rpc_sync(1, change, (p,))
@@ -309,6 +310,7 @@ def test_changes_of_the_program_are_noticed_as_in_torch(c: Cluster) -> None:
         y = rpc.rpc_sync(1, changed_input, (p,))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             backward(ctx, [y.sum()])
+    del optimizer
 
 
 def make_tied() -> Tensor:
@@ -360,7 +362,7 @@ def wait_for_gate() -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_call_sees_one_version_except_across_waits(c: Cluster, waits: bool) -> None:
     p = rpc.remote(1, make_param, (2.0,))
-    sgd(p)
+    optimizer = sgd(p)  # parameters are shared while there is one
     for gate in GATE:
         gate.clear()
     with context():
@@ -372,6 +374,7 @@ def test_a_call_sees_one_version_except_across_waits(c: Cluster, waits: bool) ->
         GATE[1].set()
         assert reading.wait() == (2.0, 0.0 if waits else 2.0)
     assert rpc.rpc_sync(1, values_of, (p,)) == [0.0]
+    del optimizer
 
 
 # ---- staleness -------------------------------------------------------------------------------------------
