@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
+from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.errors import AutogradError, ConfigurationError
 from zmqgrad.optim import DistributedLRScheduler, DistributedOptimizer, clip_grad_norm
 from zmqgrad.testing import Cluster, cluster
@@ -276,6 +278,20 @@ def test_what_is_saved_outside_of_contexts_is_noticed_as_in_torch(c: Cluster) ->
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outside.sum().backward()
     del optimizer
+
+
+def test_what_is_saved_stays_shared_when_its_optimizer_goes() -> None:
+    versions, param = ParameterVersions(), nn.Parameter(torch.tensor([2.0]))
+    first = versions.share(param)
+    with versions.reading(fresh=False):
+        y = param**3
+    del first
+    with versions.stepping(Context(1), [versions.share(param)]) as (memory,):
+        memory.sub_(1)
+    y.sum().backward()
+    assert param.tolist() == [1.0]
+    assert param.grad is not None
+    assert param.grad.tolist() == [12.0]
 
 
 def change(p: rpc.RRef[Tensor]) -> None:

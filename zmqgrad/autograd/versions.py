@@ -90,12 +90,13 @@ class SharedParameter:
 class _Saved:
     """A tensor that is saved for backward."""
 
-    __slots__ = ("counter", "tensor", "version")
+    __slots__ = ("counter", "shared", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, version: Version | None) -> None:
+    def __init__(self, tensor: torch.Tensor, shared: SharedParameter | None) -> None:
         self.tensor = tensor
         self.counter = tensor._version
-        self.version = version
+        self.shared = shared  # it stays shared, though its last optimizer may go
+        self.version = None if shared is None else shared.version
 
 
 def unpack(saved: _Saved) -> torch.Tensor:
@@ -115,7 +116,7 @@ class ParameterVersions:
     """The shared parameters of one worker. Thread-safe."""
 
     def __init__(self) -> None:
-        # By id of the parameter, which the value keeps alive; optimizers keep the value.
+        # By id of the parameter, which the value keeps alive; optimizers and what is saved keep the value.
         self._shared: weakref.WeakValueDictionary[int, SharedParameter] = weakref.WeakValueDictionary()
         self._changed = threading.Condition()  # guards all below
         self._readers = 0
@@ -187,7 +188,7 @@ class ParameterVersions:
         """Save a tensor for backward. Not itself: it may refer to the node that saves it."""
         find = self._shared.get
         shared = find(id(tensor)) or find(id(tensor._base))
-        return _Saved(tensor.detach(), None if shared is None else shared.version)
+        return _Saved(tensor.detach(), shared)
 
     def _publish_if_unread(self) -> None:
         """Publish all pending values, if no thread reads. The caller holds the lock."""
