@@ -36,9 +36,8 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "is_scriptable",
     "generated_methods",
     "module_rref",
-    "checkpoint",
 )
-"""The attributes that are serialized, named as in torch's RemoteModule, which has no last one."""
+"""The attributes that are serialized, named as in torch's RemoteModule."""
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
 """The attributes that ``nn.Module.__init__`` sets."""
@@ -86,7 +85,6 @@ class RemoteModule(nn.Module, RpcSerializable):
     on: str | int
     device: str
     module_rref: RRef[nn.Module]
-    checkpoint: bool
     forward_async: _Forward
     forward: _Forward
 
@@ -140,14 +138,13 @@ class RemoteModule(nn.Module, RpcSerializable):
         self.is_scriptable = False
         self.generated_methods = ("forward_async", "forward")
         self.module_rref = module_rref
-        self.checkpoint = checkpoint
-        self._add_forward_methods()
+        self._add_forward_methods(checkpoint)
 
-    def _add_forward_methods(self) -> None:
+    def _add_forward_methods(self, checkpoint: bool) -> None:
         # They refer to the RRef, not to self: a reference cycle would outlive the last use of this module.
         place = self.module_rref, self.device, self.is_device_map_set
-        vars(self)["forward_async"] = _Forward(*place, is_sync=False, checkpoint=self.checkpoint)
-        vars(self)["forward"] = _Forward(*place, is_sync=True, checkpoint=self.checkpoint)
+        vars(self)["forward_async"] = _Forward(*place, is_sync=False, checkpoint=checkpoint)
+        vars(self)["forward"] = _Forward(*place, is_sync=True, checkpoint=checkpoint)
 
     def __getattr__(self, name: str) -> Any:
         # A RemoteModule that arrived in a message has the serialized attributes only, as with torch; the
@@ -157,6 +154,12 @@ class RemoteModule(nn.Module, RpcSerializable):
                 vars(self).setdefault(each, value)
             return vars(self)[name]
         return super().__getattr__(name)
+
+    @property
+    def checkpoint(self) -> bool:
+        """Whether calls are checkpointed."""
+        forward: _Forward = vars(self)["forward"]
+        return forward.checkpoint
 
     def with_timeout(self, seconds: float) -> RemoteModule:
         """Return a RemoteModule for the same module whose ``forward`` and ``forward_async`` have a timeout.
@@ -205,7 +208,8 @@ class RemoteModule(nn.Module, RpcSerializable):
         """Serialize for a call. Returns a function that rebuilds the module, and its arguments."""
         for name in vars(self).keys() - _NOT_SERIALIZED - set(_REMOTE_MODULE_PICKLED_ATTRIBUTES):
             logger.warning("attribute %s of a RemoteModule is not serialized", name)
-        return _deserialize, tuple(getattr(self, name) for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
+        values = tuple(getattr(self, name) for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
+        return _deserialize, (self.checkpoint, *values)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by ``torch.jit.script``."""
@@ -251,12 +255,12 @@ class _Forward:
         self._device = device
         self._keeps_device = keeps_device
         self._is_sync = is_sync
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self.timeout = UNSET_RPC_TIMEOUT
         self.__signature__: inspect.Signature | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._checkpoint:
+        if not self.checkpoint:
             return self._call(self._is_sync, args, kwargs)
         with current_worker().hooks.checkpointing():
             future = self._call(False, args, kwargs)
@@ -276,7 +280,7 @@ class _Forward:
         return proxy.forward(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _Forward, (self._rref, self._device, self._keeps_device, self._is_sync, self._checkpoint)
+        return _Forward, (self._rref, self._device, self._keeps_device, self._is_sync, self.checkpoint)
 
 
 def _unsupported(name: str, hint: str = "") -> Callable[..., NoReturn]:
@@ -395,10 +399,10 @@ def _to_device(value: Any, device: str) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _deserialize(*values: Any) -> RemoteModule:
+def _deserialize(checkpoint: bool, *values: Any) -> RemoteModule:
     module = RemoteModule.__new__(RemoteModule)
     vars(module).update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, values, strict=True))
-    module._add_forward_methods()
+    module._add_forward_methods(checkpoint)
     return module
 
 
