@@ -1032,6 +1032,30 @@ def test_a_gradient_retained_where_a_tensor_is_used_and_sent(c: Cluster) -> None
         assert y.grad.tolist() == [20.0]
 
 
+@pytest.mark.parametrize("how", ["itself", "by a view", "between passes"])
+def test_a_gradient_retained_of_a_tensor_that_is_changed_in_place(c: Cluster, how: str) -> None:
+    """Where it is used and sent, the hook that keeps the gradient moves with the tensor."""
+
+    def run(call: Callable[[Tensor], Tensor], differentiate: Callable[[Tensor], None]) -> Any:
+        w = leaf(1, 2)
+        y = w * 2
+        y.retain_grad()
+        changed = y if how == "itself" else y[:1]
+        if how == "between passes":
+            differentiate((y * 3 + call(y)).sum())
+            y.grad = None
+        changed.mul_(3)
+        differentiate((y * 4 + call(y)).sum())
+        return y.grad
+
+    expected = run(double, lambda loss: loss.backward(retain_graph=True))  # type: ignore[no-untyped-call]
+    with context() as ctx:
+        found = run(
+            lambda t: rpc.rpc_sync(1, double, (t,)), lambda loss: backward(ctx, [loss], retain_graph=True)
+        )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("how", ["separate", "meeting", "node by node"])
 def test_hooks_of_a_leafs_node_run_around_its_accumulation(c: Cluster, how: str) -> None:
     """In the order of torch: the tensor's, before the node, after the accumulation, after the node."""

@@ -371,6 +371,25 @@ def test_tensors_of_subclasses_mark_theirs_too() -> None:
     assert internals.has_tensor_hook((y.grad_fn, 0))
 
 
+def test_a_retained_gradient_marks_where_its_tensor_is_after_changes_in_place() -> None:
+    """Tensor.retain_grad, Tensor._version, and weak references to tensors."""
+    other, y = leaf() * 2, leaf() * 2
+    y.retain_grad()
+    assert internals.has_tensor_hook((y.grad_fn, 0))
+    assert not internals.has_tensor_hook((other.grad_fn, 0))
+    y.mul_(3)
+    internals.follow_retained()
+    assert internals.has_tensor_hook((y.grad_fn, 0))
+    y[0].exp_()
+    internals.follow_retained()
+    assert internals.has_tensor_hook((y.grad_fn, 0))
+    assert not internals.has_tensor_hook((other.grad_fn, 0))
+    reference = weakref.ref(y)
+    del y
+    internals.follow_retained()
+    assert reference() is None
+
+
 def test_only_hooks_of_nodes_count_as_such() -> None:
     """torch.autograd.Function._register_hook."""
     before = internals.node_hook_handles_made()

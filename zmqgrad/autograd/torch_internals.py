@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -350,13 +351,24 @@ def node_hook_handles_made() -> int:
 def has_tensor_hook(edge: Edge) -> bool:
     """Whether the engine may run a hook of a tensor, no leaf, where it returns the gradient at ``edge``.
 
-    True also if all of them have been removed, and everywhere if gradients of any tensor are retained: that
-    hook moves with the tensor when it is changed in place.
+    True also if all of them have been removed. The hook of ``retain_grad()`` moves with its tensor when that
+    is changed in place, which :func:`follow_retained` notices.
     """
-    return _retained > 0 or edge[1] in edge[0].metadata.get(_HOOKED, ())
+    return edge[1] in edge[0].metadata.get(_HOOKED, ())
+
+
+def follow_retained() -> None:
+    """Mark where tensors that retain their gradients are now, if they have been changed in place."""
+    for reference, version in list(_retaining.values()):
+        tensor = reference()
+        if tensor is not None and tensor._version != version:
+            _note_retained(tensor)
 
 
 _retained = 0
+_retaining: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+"""The tensors, by their ids, with the version that each had when its node was marked."""
+
 _of_nodes = 0
 _HOOKED = "zmqgrad_hooked"
 """The key in the metadata of a node, which lives as long as the node, with the outputs that have hooks."""
@@ -369,16 +381,27 @@ _own_node_hook: Callable[..., Any] = torch.autograd.Function._register_hook
 @functools.wraps(_own_retain_grad)
 def _retain_grad(tensor: torch.Tensor) -> None:
     global _retained
-    if not tensor.is_leaf:
+    if not (tensor.is_leaf or tensor.retains_grad):
         _retained += 1
+        _note_retained(tensor)
     _own_retain_grad(tensor)
+
+
+def _note_retained(tensor: torch.Tensor) -> None:
+    key, version = id(tensor), tensor._version
+    _mark(tensor)
+    _retaining[key] = weakref.ref(tensor, lambda _: _retaining.pop(key, None)), version
+
+
+def _mark(tensor: torch.Tensor) -> None:
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata.setdefault(_HOOKED, set()).add(tensor.output_nr)
 
 
 @functools.wraps(_own_register_hook)
 def _register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-    node: Any = tensor.grad_fn
-    if node is not None:  # marked before the hook is there
-        node.metadata.setdefault(_HOOKED, set()).add(tensor.output_nr)
+    _mark(tensor)  # before the hook is there
     return _own_register_hook(tensor, hook)
 
 

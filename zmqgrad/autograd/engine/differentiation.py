@@ -20,6 +20,7 @@ from zmqgrad.autograd.graph.undefined import UNDEFINED, reached, zero_placeholde
 from zmqgrad.autograd.graph.walk import GraphWalk
 from zmqgrad.autograd.torch_internals import (
     LEAF_NODE,
+    follow_retained,
     has_tensor_hook,
     is_python_function,
     outputs_of,
@@ -50,6 +51,8 @@ class Differentiation:
         self._options = options
         self._captures = captures
         self._hooks = hooks
+        if hooks and len(plan.groups) > 1:
+            follow_retained()
         self._passed_by = self._inner_captures(walk)
 
     def _inner_captures(self, walk: GraphWalk) -> dict[Group, list[Edge]]:
