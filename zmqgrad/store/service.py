@@ -127,7 +127,6 @@ class StoreService:
         others: list[Effect] = []
         self._contents.restore(entry.queue, entry.item)
         self.state.after_push(entry.queue, others)
-        self._release(others)
         self._carry_out(others)
 
     def _read(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
@@ -152,7 +151,8 @@ class StoreService:
 
     def _change(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         """Handle a query that may change the store and never blocks. Applies it at most once."""
-        if client_id in self._last and self._is_stale(route, client_id, request_id, query):
+        last = self._last.get(client_id)
+        if last is not None and request_id <= last[0] and self._is_stale(route, client_id, request_id, query):
             return
         others: list[Effect] = []
         contents = self._contents
@@ -160,13 +160,14 @@ class StoreService:
         reply = CHANGES[type(query)](self.state, query, others)
         # Also if nothing changed: a late repetition might change something by then.
         self._replies.remember(client_id, request_id, reply)
-        if self._journal is not None and contents.changes != before:
-            self._journal.remember(client_id, request_id, reply)
-        if others or self._journal is not None:
-            self._release(others)
-            self._carry_out([*others, Reply(Requester(route, client_id, request_id, query), reply)])
-        else:
+        if self._journal is None:
+            if others:  # first, as they have waited longer
+                self._deliver(others)
             self.reply(route, request_id, reply)
+            return
+        if contents.changes != before:
+            self._journal.remember(client_id, request_id, reply)
+        self._uncommitted += [*others, Reply(Requester(route, client_id, request_id, query), reply)]
 
     def _pop(self, route: Route, client_id: int, request_id: int, query: StoreQueuePop) -> None:
         """As :meth:`_change`, but it may block, and completes when the item is acknowledged."""
@@ -210,14 +211,6 @@ class StoreService:
         self._requesters.block(requester, self._now())
         self._server.wake_by(self.state.next_deadline())
         self._sweep_later()
-
-    def _release(self, effects: list[Effect]) -> None:
-        """Drop the entries of blocked requesters that get a reply."""
-        for effect in effects:
-            if type(effect) is Reply:
-                requester: Requester = effect.requester
-                if requester.item is None and self._open.get(requester.client_id) is requester:
-                    self._requesters.release(requester.client_id)
 
     def _handle_unknown(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         """Refuse a message that is not a query."""
@@ -310,18 +303,19 @@ class StoreService:
             self._uncommitted += effects
 
     def _deliver(self, effects: list[Effect]) -> None:
+        """Send replies and publish notifications. A blocked requester that gets its reply is open no more."""
         for effect in effects:
             if type(effect) is Reply:
                 requester: Requester = effect.requester
-                if not self.reply(requester.route, requester.request_id, effect.message):
-                    self._on_undeliverable(requester)
+                sent = self.reply(requester.route, requester.request_id, effect.message)
+                if self._open.get(requester.client_id) is not requester:
+                    continue
+                if requester.item is None:
+                    self._requesters.release(requester.client_id)
+                elif not sent:
+                    self._give_up(requester)  # the item returns to its queue
             elif type(effect) is Notification and self._publisher is not None:
                 self._publisher.publish(topic_of(effect.target), effect.message)
-
-    def _on_undeliverable(self, requester: Requester) -> None:
-        """Return an item to its queue, because the reply could not be sent to ``requester``."""
-        if requester.item is not None and self._open.get(requester.client_id) is requester:
-            self._give_up(requester)
 
     def settle(self) -> None:
         """Commit all changes of this batch together, then send the replies."""
@@ -343,7 +337,7 @@ class StoreService:
 
     def do_due(self, now: float) -> float:
         """Refuse queries whose deadline has passed; drop expired clients."""
-        self._refuse(self.state.expire(now))
+        self._carry_out(self.state.expire(now))
         if now >= self._sweep_at:
             self._sweep_at = math.inf
             self._sweep(now)
@@ -367,16 +361,12 @@ class StoreService:
     def _refuse_unsubscribed(self, nonces: list[str], reason: Refusal, text: str) -> None:
         refusal = StoreRefused(reason, text)
         requesters = [self._unsubscribed.pop(nonce)[0] for nonce in nonces]
-        self._refuse([Reply(r, refusal) for r in requesters if self._open.get(r.client_id) is r])
-
-    def _refuse(self, refusals: list[Effect]) -> None:
-        self._release(refusals)
-        self._carry_out(refusals)
+        self._carry_out([Reply(r, refusal) for r in requesters if self._open.get(r.client_id) is r])
 
     def stopping(self) -> None:
         """Refuse blocked queries. With a journal they are kept waiting for the restarted server instead."""
         if self._journal is None:
-            self._refuse(self.state.close())
+            self._carry_out(self.state.close())
             self._refuse_unsubscribed(list(self._unsubscribed), Refusal.CLOSING, "the store is closing")
 
     def stopped(self) -> None:
