@@ -8,15 +8,17 @@ import msgspec
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.wire.frames import (
+    CONSUMED_OFFSET,
     ENVELOPE_BYTES,
-    ENVELOPE_FORMAT,
-    MAGIC,
     MANIFEST_LENGTH,
     MAX_HEADER_BYTES,
-    VERSION,
+    NO_ENVELOPE,
+    START_OFFSET,
     WITH_MANIFEST,
     Envelope,
     read_envelope,
+    write_consumed,
+    write_start,
 )
 from zmqgrad.wire.messages import BY_TYPE, Manifest, Message
 
@@ -37,7 +39,6 @@ DECODE_ERRORS = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, Recursi
 COPY_LIMIT_BYTES = 1024
 """Up to this size, copying is faster than creating a memoryview."""
 
-_write_envelope = ENVELOPE_FORMAT.pack_into
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -58,16 +59,16 @@ def encode(
         ProtocolError: if a field of ``message`` cannot be encoded (an integer of more than 64 bits, a lone
             surrogate), or if the frame exceeds ``MAX_HEADER_BYTES``. The reader checks the bounds of fields.
     """
-    frame = bytearray(ENVELOPE_BYTES)
+    frame = bytearray(NO_ENVELOPE)
     try:
         kind: int = message.TYPE
         if manifest is not None:
             _write_manifest(frame, manifest)
             kind |= WITH_MANIFEST
         _write_header(message, frame, len(frame))
-        _write_envelope(
-            frame, 0, MAGIC, VERSION, kind, source, incarnation, message_id, channel, 0, 0, 0, *consumed
-        )
+        write_start(frame, START_OFFSET, kind, source, incarnation, message_id, channel)
+        if consumed != (0, 0):
+            write_consumed(frame, CONSUMED_OFFSET, *consumed)
     except ENCODE_ERRORS as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
     if len(frame) > MAX_HEADER_BYTES:

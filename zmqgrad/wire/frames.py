@@ -41,6 +41,21 @@ MAX_HEADER_BYTES = 512 << 20
 """Limit for envelope and header together; larger first frames are rejected unread."""
 
 _PREFIX = MAGIC + bytes((VERSION,))
+NO_ENVELOPE = _PREFIX + bytes(ENVELOPE_BYTES - len(_PREFIX))
+"""An envelope whose fields are to be written."""
+
+START_OFFSET = len(_PREFIX)
+write_start = struct.Struct("!HHQQB").pack_into
+"""Writes type, source, incarnation, message id and channel at ``START_OFFSET``."""
+
+CONSUMED_OFFSET = 48
+write_consumed = struct.Struct("!QQ").pack_into
+"""Writes the bytes of requests and replies that the sender has consumed at ``CONSUMED_OFFSET``."""
+
+MESSAGE_ID = slice(15, 23)
+write_message_id = struct.Struct("!Q").pack_into
+"""Writes the message id at ``MESSAGE_ID.start``."""
+
 _read_fields = struct.Struct("!3xHHQQBQQQQQ").unpack_from
 _new = tuple.__new__  # faster than the class itself
 
