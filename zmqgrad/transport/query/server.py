@@ -33,8 +33,8 @@ from zmqgrad.transport.security import Keys, local_key, store_endpoint
 from zmqgrad.transport.sockets import connection_fd, joined
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
-from zmqgrad.wire.frames import Envelope, read_envelope
-from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
+from zmqgrad.wire.frames import MESSAGE_ID, Envelope, read_envelope, write_message_id
+from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePing, StorePong, StoreRefused
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ class QueryServer:
     ) -> None:
         self.name = name
         self.incarnation = secrets.randbits(63)
+        self._done = encode(StoreDone(), 0, self.incarnation, 0)  # such replies differ by the id only
         self.requests = 0
         """How many queries were received."""
         self.undeliverable = 0
@@ -349,7 +350,11 @@ class QueryServer:
         Returns:
             False if the reply is known not to arrive.
         """
-        data = encode(message, 0, self.incarnation, request_id)
+        if type(message) is StoreDone:
+            data = self._done[:]
+            write_message_id(data, MESSAGE_ID.start, request_id)
+        else:
+            data = encode(message, 0, self.incarnation, request_id)
         if self.tracer is not None:
             envelope = (message.TYPE, 0, self.incarnation, request_id, _route_key(route), 0, 0, 0)
             self.tracer.tap(True, 0, envelope, message, len(data), monotonic_ns())
