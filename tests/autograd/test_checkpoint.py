@@ -246,6 +246,43 @@ def test_asynchronous_functions() -> None:
     torch.testing.assert_close([found[x], found[w]], list(expected))
 
 
+WEIGHT = leaf(7, 32, 32, dtype=torch.float32)
+
+
+def by_weight(x: Tensor) -> Tensor:
+    return torch.tanh(x @ WEIGHT)
+
+
+def thrice(to: int, x: Tensor, w: Tensor) -> Tensor:
+    calls = [rpc.rpc_async(to, by_weight, (y,)) for y in (x, w, x * w)]
+    return sum((call.wait() for call in calls), x @ w)
+
+
+def gradient_of_weight(context_id: int) -> Tensor:
+    return get_gradients(context_id)[WEIGHT]
+
+
+@pytest.mark.parametrize("how", ["calls inside", "calls at the same time", "both"])
+def test_gradients_are_added_in_a_fixed_order(how: str) -> None:
+    """Whichever call is computed again first: equal bits, in single precision."""
+    found = []
+    for _ in range(4):
+        x, w = (leaf(i, 32, 32, dtype=torch.float32) for i in (1, 2))
+        with context() as ctx:
+            results = [x * w]
+            for i in range(6 if how != "calls at the same time" else 0):
+                results.append(rpc.checkpoint(1 + i % 3, thrice, 1 + (i + 1) % 3, x * i, w))
+            for i in range(6 if how != "calls inside" else 0):
+                results.append(rpc.checkpoint(1 + i % 3, by_weight, x * i))
+                results.append(rpc.rpc_sync(1 + i % 3, by_weight, (w * i,)))
+            backward(ctx, [sum(y.sum() for y in results)])  # type: ignore[list-item]
+            gradients = get_gradients(ctx)
+            there = [rpc.rpc_sync(i, gradient_of_weight, (ctx,)) for i in (1, 2, 3)]
+            found.append(torch.stack([gradients[x], gradients[w], *there]))
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
 # ---- the state of torch ---------------------------------------------------------------------------------
 
 

@@ -98,6 +98,7 @@ class CheckpointedCall:
         self._lock = threading.Lock()  # held by one pass at a time; guards the next
         self._found: Sequence[Gradient] = ()  # the gradients of the arguments
         self._forms: list[tuple[Any, ...]] = []  # of the tensors of the result
+        self._number = 0  # among the checkpointed calls of this worker in the context
 
     # ---- the first time ---------------------------------------------------------------------------------
 
@@ -147,6 +148,7 @@ class CheckpointedCall:
             return result, []
         outputs = [tensors[i].detach() for i in wanted]
         number, own = self._worker.ids.next(), self._worker.id
+        self._number = self._context.number_call()
         with torch.enable_grad():
             outputs = self._context.receive(number, own, outputs, range(len(outputs)))
         what = f"the arguments of {self._name}, which computes again"
@@ -156,15 +158,12 @@ class CheckpointedCall:
 
     # ---- again ------------------------------------------------------------------------------------------
 
-    def backward(
-        self, passes: Passes, outer: LocalPass, autograd_id: int, gradients: Sequence[Gradient]
-    ) -> list[Gradient]:
+    def backward(self, passes: Passes, outer: LocalPass, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Compute again, and lead ``gradients`` through that.
 
         Args:
             passes: runs inner passes that lead to other workers.
             outer: this worker's part of the pass.
-            autograd_id: of the call.
             gradients: of the results, as far as they may require grad.
 
         Returns:
@@ -184,7 +183,7 @@ class CheckpointedCall:
         with _held(self._lock):
             self._found = [None] * len(self._edges)
             try:
-                self._lead_through(passes, outer, autograd_id, gradients, number)
+                self._lead_through(passes, outer, gradients, number)
                 return list(self._found)
             finally:
                 self._found = ()
@@ -195,9 +194,10 @@ class CheckpointedCall:
         self._found = gradients
 
     def _lead_through(
-        self, passes: Passes, outer: LocalPass, autograd_id: int, gradients: Sequence[Gradient], number: int
+        self, passes: Passes, outer: LocalPass, gradients: Sequence[Gradient], number: int
     ) -> None:
-        options = PassOptions(retain_graph=True, accumulate=outer.options.accumulate)
+        origin = outer.origin_of(self._worker.id, self._number)
+        options = PassOptions(retain_graph=True, accumulate=outer.options.accumulate, origin=origin)
         with _held(_turn):
             with self._parameters.reading(fresh=False):
                 outputs = self._run_again(number)
@@ -210,10 +210,10 @@ class CheckpointedCall:
                 self._check_parameters(roots)
             captures = () if outer.captures is None else outer.captures.again()
             inner = LocalPass(
-                self._context, self._worker.id, options, roots, captures, sends=(), checks_versions=False
+                self._context, self._worker.id, options, roots, captures, (), False, pass_id=number
             )
             if not inner.leads_away:
-                inner.run_inside(outer, autograd_id, given)
+                inner.run_inside(outer, given)
                 return
         del inner
         if outer.captures is not None:
@@ -227,7 +227,7 @@ class CheckpointedCall:
         """Run the function with a graph. Returns its results, as far as they may require grad."""
         self._check_arguments()
         set_active_context(self._context)
-        recomputation.set(number)
+        recomputation.set((number, (0, 0)))
         is_repeated.set(True)
         with ExitStack() as stack:
             stack.enter_context(as_graph_task(None))

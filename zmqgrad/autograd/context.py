@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zmqgrad.autograd.graph.sums import OrderedSum, Place, added
+from zmqgrad.autograd.graph.sums import OrderedSum, Place, SumOfCalls, added
 from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, record_send
 from zmqgrad.errors import AutogradError
 from zmqgrad.transport.tap import Tracer
@@ -56,8 +56,11 @@ class Context:
         self._recvs: dict[int, Any] = {}  # nodes of torch's graph, by autograd id
         # By id of the leaf, with the leaf: the hash of a tensor is a slow Python function.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # What the latest pass adds to them in any order, with a token of the pass.
-        self._open_sums: dict[int, tuple[torch.Tensor, object, OrderedSum]] = {}
+        # What the latest pass adds to them in any order, with the id of the pass.
+        self._open_sums: dict[int, tuple[torch.Tensor, int, OrderedSum]] = {}
+        # What checkpointed calls add, apart from them: it comes at any time in a pass.
+        self._sums_of_calls: dict[int, tuple[torch.Tensor, SumOfCalls]] = {}
+        self._checkpointed_calls = 0
         self._storages: set[int] = set()  # addresses of the gradients' memory
         self._peers: set[int] = set()  # changed by atomic operations only
         self.add_peer: Callable[[int], None] = self._peers.add
@@ -113,8 +116,14 @@ class Context:
         if not differentiable:
             return 0
         autograd_id = ids.next()
-        self.add_send(record_send(autograd_id, peer, differentiable, describe(), recomputation.get()))
+        self.add_send(record_send(autograd_id, peer, differentiable, describe(), *recomputation.get()))
         return autograd_id
+
+    def number_call(self) -> int:
+        """Return the number of a checkpointed call on this worker, from 0."""
+        with self._lock:
+            self._checkpointed_calls += 1
+            return self._checkpointed_calls - 1
 
     def remove_send(self, autograd_id: int) -> None:
         """Remove a send whose message could not be sent."""
@@ -124,7 +133,9 @@ class Context:
     def sends(self, pass_id: int = 0) -> list[Send]:
         """Return the sends so far that a pass leads through: those of others' recomputations are not."""
         with self._lock:
-            return [send for send in self._sends.values() if send.recomputation in (0, pass_id)]
+            found = [send for send in self._sends.values() if send.recomputation in (0, pass_id)]
+        # Calls are made again at the same time, in any order; gradients are added in the order of sends.
+        return sorted(found, key=_place_in_program) if any(map(_is_repeated, found)) else found
 
     def recvs(self) -> dict[int, Any]:
         """Return the recv nodes by autograd id, in the order in which their messages arrived."""
@@ -154,7 +165,7 @@ class Context:
         if requiring_grad:
             metadata = RecvMetadata(self.id, autograd_id, peer, len(requiring_grad), in_reply)
             outputs, node = attach_recv(metadata, [tensors[i] for i in requiring_grad])
-            if not recomputation.get():  # the others live as long as their part of the graph
+            if not recomputation.get()[0]:  # the others live as long as their part of the graph
                 self._recvs[autograd_id] = node
             for i, output in zip(requiring_grad, outputs, strict=True):
                 tensors[i] = output
@@ -181,7 +192,15 @@ class Context:
         with self._lock:
             for each in [send for send in self._sends.values() if send.recomputation in fresh]:
                 del self._sends[each.autograd_id]
+        for number in fresh:
+            self.close_inner_pass(number)
         return fresh
+
+    def close_inner_pass(self, number: int) -> None:
+        """Add what an inner pass, which has ended, has produced to what others have."""
+        with self._lock:
+            for _, each in self._sums_of_calls.values():
+                each.close(number)
 
     def local_passes(self) -> dict[int, LocalPass]:
         """Return the passes that this worker has taken part in and has not forgotten, by id."""
@@ -218,7 +237,7 @@ class Context:
             return total
 
     def accumulate_part(
-        self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool, of: object, place: Place
+        self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool, of: int, place: Place
     ) -> None:
         """As :meth:`accumulate`, where a pass produces several gradients of ``leaf``, in any order.
 
@@ -226,39 +245,75 @@ class Context:
             leaf: the leaf.
             gradient: what to add.
             shared: whether anything else holds ``gradient``.
-            of: denotes the pass.
+            of: the id of the pass.
             place: of this gradient among those of the pass.
         """
         if not leaf.requires_grad:
             return
         with self._lock:
             _, owner, total = self._open_sums.get(id(leaf), (leaf, None, None))
-            if total is None or owner is not of:
+            if total is None or owner != of:
                 self._close_sums((id(leaf),))
                 total = OrderedSum()
                 self._open_sums[id(leaf)] = leaf, of, total
-            neighbour = total.neighbour(place)
-            if neighbour is None:
-                gradient = self._unshared(gradient, shared)
-            elif neighbour.layout is torch.strided:
-                self._storages.discard(neighbour.untyped_storage().data_ptr())
-            total.add(place, gradient)
+            self._add_part(total, place, gradient, shared)
 
-    def _close_sums(self, leaves: Iterable[int]) -> None:
+    def accumulate_of_call(
+        self,
+        leaf: torch.Tensor,
+        gradient: torch.Tensor,
+        shared: bool,
+        inner_pass: int,
+        origin: Sequence[int],
+        place: Place,
+    ) -> None:
+        """As :meth:`accumulate_part`, in an inner pass: its calls are added in a fixed order, too.
+
+        Args:
+            leaf: the leaf.
+            gradient: what to add.
+            shared: whether anything else holds ``gradient``.
+            inner_pass: the id of the pass.
+            origin: what it is a part of (see ``PassOptions``).
+            place: of this gradient among those of the inner pass.
+        """
+        if not leaf.requires_grad:
+            return
+        with self._lock:
+            of, *way, number = origin
+            _, total = self._sums_of_calls.get(id(leaf), (leaf, None))
+            if total is None or total.of != of:
+                total = SumOfCalls(of, None if total is None else total.total())
+                self._sums_of_calls[id(leaf)] = leaf, total
+            self._add_part(total.of_call(inner_pass, (tuple(way), number)), place, gradient, shared)
+
+    def _add_part(self, total: OrderedSum, place: Place, gradient: torch.Tensor, shared: bool) -> None:
+        neighbour = total.neighbour(place)
+        if neighbour is None:
+            gradient = self._unshared(gradient, shared)
+        elif neighbour.layout is torch.strided:
+            self._storages.discard(neighbour.untyped_storage().data_ptr())
+        total.add(place, gradient)
+
+    def _close_sums(self, leaves: Iterable[int], *, of_calls: bool = False) -> None:
         """Add the open sums of ``leaves``, given by ids, to their gradients. The caller holds the lock."""
-        sums = self._open_sums
-        for key in leaves if sums else ():
-            if key not in sums:
-                continue
-            leaf, _, parts = sums.pop(key)
-            total, present = parts.total(), self._gradients.get(key)
-            if total is not None:
-                self._gradients[key] = leaf, total if present is None else added(present[1], total)
+        for key in leaves if self._open_sums or (of_calls and self._sums_of_calls) else ():
+            if key in self._open_sums:
+                leaf, _, parts = self._open_sums.pop(key)
+                self._add(leaf, parts.total())
+            if of_calls and key in self._sums_of_calls:
+                leaf, calls = self._sums_of_calls.pop(key)
+                self._add(leaf, calls.total())
+
+    def _add(self, leaf: torch.Tensor, total: torch.Tensor | None) -> None:
+        present = self._gradients.get(id(leaf))
+        if total is not None:
+            self._gradients[id(leaf)] = leaf, total if present is None else added(present[1], total)
 
     def replace(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Set the gradient of ``leaf``, or remove it."""
         with self._lock:
-            self._close_sums((id(leaf),))
+            self._close_sums((id(leaf),), of_calls=True)
             if gradient is None:
                 self._gradients.pop(id(leaf), None)
             else:
@@ -288,13 +343,13 @@ class Context:
         """Return the gradient so far of each of ``leaves``; None where there is none."""
         with self._lock:
             ids = list(map(id, leaves))
-            self._close_sums(ids)
+            self._close_sums(ids, of_calls=True)
             return [None if each is None else each[1] for each in map(self._gradients.get, ids)]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of all leaves so far."""
         with self._lock:
-            self._close_sums(list(self._open_sums))
+            self._close_sums([*self._open_sums, *self._sums_of_calls], of_calls=True)
             return dict(self._gradients.values())
 
     def __repr__(self) -> str:
@@ -302,10 +357,20 @@ class Context:
 
 
 _requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
+_is_repeated: Callable[[Send], int] = operator.attrgetter("recomputation")
+
+
+def _place_in_program(send: Send) -> tuple[int, tuple[int, int], int]:
+    """Where a send of a recomputation comes among others; those before it keep their order."""
+    return (1, send.request, send.autograd_id) if send.recomputation else (0, (0, 0), 0)
+
 
 _active_context: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
-recomputation: ContextVar[int] = ContextVar("zmqgrad_autograd_recomputation", default=0)
-"""The number of the pass for which the calling thread computes again; 0: it does not."""
+recomputation: ContextVar[tuple[int, tuple[int, int]]] = ContextVar(
+    "zmqgrad_autograd_recomputation", default=(0, (0, 0))
+)
+"""The number of the pass for which the calling thread computes again (0: it does not), and which request it
+serves meanwhile (its caller, and its number there)."""
 
 _wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_wants_result_grad", default=True)
 

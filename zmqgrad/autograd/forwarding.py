@@ -133,7 +133,7 @@ class Autograd:
             differentiates = torch.is_grad_enabled()
             autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
             seed = None if isinstance(message, RRefFetch) else seed_for_call()
-            number = recomputation.get() or None
+            number = recomputation.get()[0] or None
             if number is None and _checkpoints.get() and differentiates and isinstance(message, Call):
                 number = 0
             return ForwardAutogradReq(context.id, autograd_id, message, differentiates, seed, number)
@@ -183,10 +183,11 @@ class Autograd:
         if context is None:  # the reply has to say that the context has ended
             context = Context(message.context_id, released=True)
         set_active_context(context, message.wants_result_grad)
-        recomputation.set(message.recomputation or 0)
+        envelope = inbound.envelope
+        recomputation.set((message.recomputation or 0, (envelope.source, envelope.message_id)))
         run: Run | None = None
         if message.recomputation == 0:
-            call = CheckpointedCall(self._worker, context, inbound.envelope.source, tensors)
+            call = CheckpointedCall(self._worker, context, envelope.source, tensors)
             checkpointed.set(call)
             run = call.run
         if message.seed is not None:

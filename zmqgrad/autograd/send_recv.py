@@ -38,8 +38,9 @@ class Send(NamedTuple):
 
     For error messages, ``what`` names the call, and ``file`` and ``line`` are where the program made it;
     replies have none. ``recomputation`` is not 0 if the message was sent in one: only the pass of that number
-    leads through it. ``checkpoint`` is the call that leads from the gradients of its results, which arrive
-    here, to those of its arguments.
+    leads through it. ``request`` is then the call that the sender served: its caller, and its number there,
+    in the order of the program. ``checkpoint`` is the call that leads from the gradients of its results,
+    which arrive here, to those of its arguments.
     """
 
     autograd_id: int
@@ -49,6 +50,7 @@ class Send(NamedTuple):
     file: str = ""
     line: int = 0
     recomputation: int = 0
+    request: tuple[int, int] = (0, 0)
     checkpoint: Any = None
 
     def describe(self) -> str:
@@ -58,11 +60,22 @@ class Send(NamedTuple):
 
 
 def record_send(
-    autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str, recomputation: int = 0
+    autograd_id: int,
+    peer: int,
+    tensors: Sequence[torch.Tensor],
+    what: str,
+    recomputation: int = 0,
+    request: tuple[int, int] = (0, 0),
 ) -> Send:
     """Return the send of ``tensors``, all of which require grad, with the current line of the program."""
     return Send(
-        autograd_id, peer, tuple(map(edge_or_leaf, tensors)), what, *_line_of_program(), recomputation
+        autograd_id,
+        peer,
+        tuple(map(edge_or_leaf, tensors)),
+        what,
+        *_line_of_program(),
+        recomputation,
+        request,
     )
 
 

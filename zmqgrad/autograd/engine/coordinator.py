@@ -92,7 +92,9 @@ class Coordinator:
                 raise
         with context.pass_lock:
             sends = context.sends(self.id)
-            local_pass = LocalPass(context, self._worker.id, options, roots, local_inputs, sends)
+            local_pass = LocalPass(
+                context, self._worker.id, options, roots, local_inputs, sends, pass_id=self.id
+            )
             context.passes[self.id] = local_pass
         if mode == "smart":
             self._drop(_never(self._discover({self._worker.id}, local_pass)), local_pass)

@@ -45,7 +45,7 @@ from zmqgrad.autograd.graph.node import (
 )
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan
 from zmqgrad.autograd.graph.recomputation import recomputes
-from zmqgrad.autograd.graph.sums import OF_CHECKPOINTS, OF_ENTRIES, OF_GROUPS, OrderedSum, Place
+from zmqgrad.autograd.graph.sums import OF_ENTRIES, OF_GROUPS, OrderedSum, Place
 from zmqgrad.autograd.graph.undefined import UNDEFINED
 from zmqgrad.autograd.graph.validation import fit, matches
 from zmqgrad.autograd.graph.walk import GraphWalk, condense
@@ -116,6 +116,7 @@ class LocalPass:
         sends: what the worker has sent, as far as the pass may lead through it; None: all that no
             recomputation has sent.
         checks_versions: whether its graph is older than the pass, so that parameters may have changed.
+        pass_id: the id of the pass, where gradients are to be computed.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class LocalPass:
         inputs: Sequence[torch.Tensor] | Captures = (),
         sends: Sequence[Send] | None = None,
         checks_versions: bool = True,
+        pass_id: int = 0,
     ) -> None:
         self.context = context
         self.options = options
@@ -163,11 +165,10 @@ class LocalPass:
         self._starts, self._numbers = walk.starts, walk.numbers
         if checks_versions:
             self._check_versions(walk)
-        self._adds_in_order = walk.starts_at_leaves or any(send.checkpoint for send in self._sends)
+        self._adds_in_order = walk.starts_at_leaves
         self._task = PassTask(self._starts, self._plan)
         self._differentiation = Differentiation(walk, self._plan, options, self.captures, self._hooks)
-        self._token = object()  # denotes this pass to the context, without a reference to it
-        self._place: Place | None = None
+        self._id = pass_id
         self._recvs = walk.recvs
         self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
 
@@ -205,20 +206,26 @@ class LocalPass:
         """Whether its graph leads to recvs, apart from the arguments of a checkpointed call."""
         return any(recv.arguments_of is None for recv in self._recvs.values())
 
-    def run_inside(self, outer: LocalPass, autograd_id: int, gradients: Sequence[torch.Tensor]) -> None:
+    def origin_of(self, worker: int, call: int) -> tuple[int, ...]:
+        """Return the origin of an inner pass for a checkpointed call, as of ``PassOptions``."""
+        return *(self.options.origin or (self._id,)), worker, call
+
+    def run_inside(self, outer: LocalPass, gradients: Sequence[torch.Tensor]) -> None:
         """Run the whole pass, which does not lead away, in the calling thread, as a part of ``outer``.
 
         Args:
             outer: the pass that leads through a checkpointed call.
-            autograd_id: of that call: gradients of leaves are added in the order of these calls.
             gradients: of the roots.
         """
-        self._token, self._place = outer._token, (OF_CHECKPOINTS, outer._entry_of[autograd_id])
         sink = _Arguments()
-        self.start(gradients, sink)
-        self.drop(0, (), sink)
+        try:
+            self.start(gradients, sink)
+            self.drop(0, (), sink)
+        finally:
+            self.context.close_inner_pass(self._id)
         if outer.captures is not None and self.captures is not None:
-            outer.captures.merge(self.captures)
+            _, *way, number = self.options.origin
+            outer.captures.merge(self.captures, (tuple(way), number))
 
     def checkpoint(self, autograd_id: int) -> Any:
         """Return the checkpointed call whose results have this recv; None if other workers made it."""
@@ -296,8 +303,7 @@ class LocalPass:
                     if isinstance(start, GradientEdge):
                         self._add((start[0], start[1]), gradient, (OF_ENTRIES, number))
                     elif gradient is not UNDEFINED and self.captures is None:
-                        place = OF_ENTRIES, number
-                        self.context.accumulate_part(start, gradient, False, self._token, place)
+                        self._accumulate_part(start, gradient, False, (OF_ENTRIES, number))
                 ready += self._plan.arrive(entry)
             self._version += 1
         self._run_ready(ready, sink)
@@ -420,11 +426,19 @@ class LocalPass:
     def _accumulate_from(self, group: Group, edge: Edge, gradient: torch.Tensor, also_held: bool) -> None:
         """Add a gradient of ``group`` to a leaf, which other groups may lead to as well."""
         leaf = edge[0].variable
-        if self._place or self._adds_in_order or self._plan.sources.get(edge, 1) > 1:
-            place = self._place or (OF_GROUPS, group.outgoing[edge])
-            self.context.accumulate_part(leaf, gradient, also_held, self._token, place)
+        if self.options.origin or self._adds_in_order or self._plan.sources.get(edge, 1) > 1:
+            self._accumulate_part(leaf, gradient, also_held, (OF_GROUPS, group.outgoing[edge]))
         else:
             self.context.accumulate(leaf, gradient, also_held)
+
+    def _accumulate_part(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool, place: Place
+    ) -> None:
+        """Add a gradient to a leaf, where ``place`` says in which order."""
+        if origin := self.options.origin:
+            self.context.accumulate_of_call(leaf, gradient, shared, self._id, origin, place)
+        else:
+            self.context.accumulate_part(leaf, gradient, shared, self._id, place)
 
     def _accumulate_all(self, complete: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
         """Accumulate the complete gradients of leaves that waited for them, and run the hooks of their nodes.
@@ -448,8 +462,9 @@ class LocalPass:
         (hooked_grad,) = run_prehooks(before, (gradient,))
 
         def accumulate() -> Gradient:
+            present = self.context.gradient(leaf)  # with what others have added in order
             if hooked_grad is None:
-                return self.context.gradient(leaf)
+                return present
             return self.context.accumulate(leaf, hooked_grad, shared or hooked_grad is not gradient)
 
         if after or post_accumulate_hooks(leaf):  # the engine runs them without a gradient, too

@@ -315,7 +315,7 @@ class Participant:
             return
         try:
             call = local_pass.checkpoint(send)
-            found = copy_context().run(call.backward, self, local_pass, send, gradients)
+            found = copy_context().run(call.backward, self, local_pass, gradients)
         except BaseException as e:
             self._report_rejected(root, pass_id, [send], e)
             if not isinstance(e, Exception):
@@ -357,7 +357,8 @@ class Participant:
     ) -> LocalPass:
         """Take part in a pass before its first gradient arrives, as it returns gradients of ``inputs``."""
         with context.pass_lock:
-            joined = context.passes[pass_id] = LocalPass(context, self.worker_id, options, (), inputs)
+            joined = LocalPass(context, self.worker_id, options, (), inputs, pass_id=pass_id)
+            context.passes[pass_id] = joined
             return joined
 
     def record(self, context: Context, peer: int, gradients: Sequence[torch.Tensor]) -> int:
@@ -371,7 +372,7 @@ class Participant:
                 if context.is_forgotten(pass_id):
                     raise AutogradError(f"backward pass {show_id(pass_id)} has ended")
                 sends = context.sends(pass_id)
-                found = LocalPass(context, self.worker_id, options, sends=sends)
+                found = LocalPass(context, self.worker_id, options, sends=sends, pass_id=pass_id)
                 context.passes[pass_id] = found
             return found
 

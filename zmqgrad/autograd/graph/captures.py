@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zmqgrad.autograd.graph.plan import Edge
-from zmqgrad.autograd.graph.sums import added
+from zmqgrad.autograd.graph.sums import OrderedSum, Place, added
 from zmqgrad.autograd.send_recv import edge_of, edge_or_leaf
 from zmqgrad.autograd.torch_internals import LEAF_NODE
 
@@ -22,7 +22,7 @@ class Captures:
 
     def __init__(self, inputs: Sequence[torch.Tensor] = ()) -> None:
         self._edges: list[Edge] = []
-        self._added: dict[Edge, torch.Tensor] = {}  # by inner passes
+        self._added: dict[Edge, OrderedSum] = {}  # by inner passes
         for tensor in inputs:
             node, number = edge_of(edge_or_leaf(tensor))[:2]
             self._edges.append((node, number))
@@ -48,7 +48,8 @@ class Captures:
         return [self._sum(edge) for edge in self._edges]
 
     def _sum(self, edge: Edge) -> torch.Tensor | None:
-        found, inner = self._found[edge], self._added.get(edge)
+        found, parts = self._found[edge], self._added.get(edge)
+        inner = None if parts is None else parts.total()
         return inner if found is None else found if inner is None else added(found, inner)
 
     def again(self) -> Captures:
@@ -58,9 +59,8 @@ class Captures:
         inner._found = dict.fromkeys(self._edges)
         return inner
 
-    def merge(self, inner: Captures) -> None:
-        """Add what an inner pass has found."""
+    def merge(self, inner: Captures, place: Place) -> None:
+        """Add what an inner pass has found, for the call at ``place``."""
         for edge, gradient in inner._found.items():
-            present = self._added.get(edge)
             if gradient is not None:
-                self._added[edge] = gradient if present is None else added(present, gradient)
+                self._added.setdefault(edge, OrderedSum()).add(place, gradient)

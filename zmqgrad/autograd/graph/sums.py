@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
-Place = tuple[int, int]
-"""A tree, and the number of a gradient in it. The trees of a sum are added in the order of their numbers."""
+Place = tuple[tuple[int, ...], int]
+"""A tree, and the number of a gradient in it. The trees of a sum are added in order."""
 
-OF_ENTRIES, OF_GROUPS, OF_CHECKPOINTS = 0, 1, 2
-"""The trees of what enters the local graph, of what groups produce, and of what checkpointed calls do."""
+OF_ENTRIES, OF_GROUPS = (0,), (1,)
+"""The trees of what enters the local graph, and of what groups produce."""
 
 
 def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class OrderedSum:
 
     def __init__(self) -> None:
         # Complete subtrees by tree, first leaf and height; neither half of a complete subtree is kept.
-        self._parts: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._parts: dict[tuple[tuple[int, ...], int, int], torch.Tensor] = {}
 
     def add(self, place: Place, gradient: torch.Tensor) -> None:
         """Add ``gradient``, which nothing else may change as long as it is held."""
@@ -75,3 +75,41 @@ class OrderedSum:
         for key in sorted(parts):
             total = parts[key] if total is None else added(total, parts[key])
         return total
+
+
+class SumOfCalls:
+    """What checkpointed calls add to the gradient of one leaf, in any order: a sum of a sum for each.
+
+    Each call is computed again in a pass of its own, an *inner* one, which may add several gradients.
+
+    Args:
+        of: the pass that leads through the calls.
+        before: the sum of the passes before it.
+    """
+
+    __slots__ = ("_before", "_inner", "_total", "of")
+
+    def __init__(self, of: int, before: torch.Tensor | None = None) -> None:
+        self.of = of
+        self._before = before
+        self._total = OrderedSum()
+        self._inner: dict[int, tuple[Place, OrderedSum]] = {}
+
+    def of_call(self, inner_pass: int, call: Place) -> OrderedSum:
+        """Return the sum of an inner pass; ``call`` is the place of the call that it computes again."""
+        return self._inner.setdefault(inner_pass, (call, OrderedSum()))[1]
+
+    def close(self, inner_pass: int) -> None:
+        """Add the sum of an inner pass to those before it: it has ended."""
+        call, part = self._inner.pop(inner_pass, (None, None))
+        if call is not None and part is not None and (found := part.total()) is not None:
+            self._total.add(call, found)
+
+    def total(self) -> torch.Tensor | None:
+        """Return the sum so far; None if nothing was added."""
+        for inner_pass in list(self._inner):
+            self.close(inner_pass)
+        total = self._total.total()
+        if self._before is None or total is None:
+            return self._before if total is None else total
+        return added(self._before, total)

@@ -92,6 +92,9 @@ class PassOptions(WireStruct, frozen=True):
     """Whether the pass is recorded, so that its gradients can be differentiated."""
     accumulate: bool = True
     """Whether leaves accumulate their gradients. If not, the pass returns gradients of some tensors."""
+    origin: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)] = ()
+    """Of an inner pass: the pass of the program that it is a part of, and the checkpointed calls that led to
+    it, each as its worker and its number there. Gradients are added in that order."""
 
 
 NOT_REACHED, NO_GRADIENT = -1, -2
