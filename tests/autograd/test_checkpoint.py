@@ -17,7 +17,7 @@ from tests.autograd.contexts import wait_until_released
 from tests.support.processes import run_processes
 from tests.support.waiting import eventually
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context, get_gradients, grad
+from zmqgrad.autograd import _retrieve_context, backward, context, get_gradients, grad
 from zmqgrad.autograd.engine.participant import MODES
 from zmqgrad.errors import AutogradError
 from zmqgrad.nn import RemoteModule
@@ -192,6 +192,27 @@ def test_subclasses_in_a_result() -> None:
         torch.testing.assert_close(get_gradients(ctx)[x], 2 * x + 3)
 
 
+def by_own_weight(x: Tensor, route: list[int]) -> Tensor:
+    own = torch.full((3, 3), 0.5, dtype=torch.float64, requires_grad=True)
+    return rpc.rpc_sync(route[0], by_own_weight, (x @ own, route[1:])) if route else x @ own
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_of_calls_are_recorded_only_the_second_time(mode: str) -> None:
+    x, half = leaf(1), torch.full((3, 3), 0.5, dtype=torch.float64)
+    with context() as ctx:
+        loss = rpc.checkpoint(1, by_own_weight, x, [2, 3, 0]).sum()
+        assert len(rpc.rpc_sync(2, sends_of, (ctx,))) == 0
+        backward(ctx, [loss], mode=mode)
+        torch.testing.assert_close(
+            get_gradients(ctx)[x], torch.ones_like(x) @ torch.linalg.matrix_power(half, 4).T
+        )
+
+
+def sends_of(context_id: int) -> Any:
+    return _retrieve_context(context_id)._send_functions()
+
+
 def product_of(x: Tensor, y: rpc.RRef[Tensor]) -> Tensor:
     return x * y.to_here()
 
@@ -206,6 +227,51 @@ def test_what_an_rref_refers_to_gets_its_gradients(mode: str, owner: int) -> Non
         backward(ctx, [rpc.checkpoint(1, product_of, x, y).sum()], mode=mode)
         found = get_gradients(ctx)
     torch.testing.assert_close([found[x], found[w]], list(expected))
+
+
+def relayed_product_of(x: Tensor, y: rpc.RRef[Tensor], to: int) -> Tensor:
+    return rpc.rpc_sync(to, product_of, (x, y))
+
+
+def relayed_layer(to: int, x: Tensor, w: Tensor) -> list[Tensor]:
+    return [rpc.rpc_sync(to, layer, (x.sin(), w)).cos()]
+
+
+def product_of_item(x: Tensor, y: rpc.RRef[list[Tensor]]) -> Tensor:
+    return x * (y.local_value() if y.is_owner() else y.to_here())[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("owner", [0, 1, 2])
+@pytest.mark.parametrize("calls_inside", [False, True])
+def test_an_rref_that_plain_and_checkpointed_calls_use(owner: int, mode: str, calls_inside: bool) -> None:
+    """Whichever pass is first at what it refers to: the one of the program, or one of a call."""
+    x, w = leaf(1), leaf(2)
+    z = layer(x, w)
+    expected = torch.autograd.grad((x * z + z * 2 + w * z + x.exp() * z).sum(), [x, w])
+    for _ in range(3):
+        with context() as ctx:
+            y = rpc.remote(owner, layer, (x, w))
+            more = (relayed_product_of, (x, y, 3)) if calls_inside else (product_of, (x, y))
+            parts = [rpc.checkpoint(1, more[0], *more[1]), y.to_here() * 2]
+            parts += [rpc.rpc_sync(3, product_of, (w, y)), rpc.checkpoint(2, product_of, x.exp(), y)]
+            backward(ctx, [torch.stack(parts).sum()], mode=mode)
+            found = get_gradients(ctx)
+        torch.testing.assert_close([found[x], found[w]], list(expected))
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_an_rref_to_what_other_workers_have_computed(owner: int) -> None:
+    x, w = leaf(1), leaf(2)
+    z = layer(x.sin(), w).cos()
+    expected = torch.autograd.grad((x * z + w * z).sum(), [x, w])
+    for _ in range(3):
+        with context() as ctx:
+            y = rpc.remote(owner, relayed_layer, (3, x, w))
+            parts = [rpc.checkpoint(1, product_of_item, x, y), rpc.rpc_sync(2, product_of_item, (w, y))]
+            backward(ctx, [torch.stack(parts).sum()])
+            found = get_gradients(ctx)
+        torch.testing.assert_close([found[x], found[w]], list(expected))
 
 
 def test_outside_of_contexts_and_under_no_grad_it_is_a_plain_call() -> None:

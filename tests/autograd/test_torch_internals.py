@@ -390,6 +390,14 @@ def test_a_retained_gradient_marks_where_its_tensor_is_after_changes_in_place() 
     assert reference() is None
 
 
+def test_tensors_in_containers_are_found() -> None:
+    """tree_any_only, tree_map_only."""
+    value = {"a": [1, (torch.zeros(2), leaf())]}
+    assert internals.any_tensor(lambda tensor: tensor.requires_grad, value)
+    value = internals.map_tensors(torch.Tensor.detach, value)
+    assert not internals.any_tensor(lambda tensor: tensor.requires_grad, value)
+
+
 def test_only_hooks_of_nodes_count_as_such() -> None:
     """torch.autograd.Function._register_hook."""
     before = internals.node_hook_handles_made()

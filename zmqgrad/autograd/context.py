@@ -49,6 +49,9 @@ class Context:
         """The latest step of shared parameters that it saw here when it began, or after its own last step."""
         self.has_history = False
         """Whether a pass with ``create_graph`` was recorded: later passes need not reach all sends."""
+        self.keeps_graphs = False
+        """Whether a checkpointed call has used a tensor of this worker that is no leaf, as it will again: so
+        passes keep what is saved for it, and before it on other workers."""
         self.released = released
         """Whether the context has ended. Messages still in flight are not recorded any more."""
         self._lock = threading.Lock()  # guards sends, recvs, gradients, open sums and storages

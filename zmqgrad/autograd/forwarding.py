@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.repeated_calls import Run, is_repeated, run_seeded, seed_for_call
 from zmqgrad.autograd.roots import check_roots
-from zmqgrad.autograd.torch_internals import show_passes_to_torch
+from zmqgrad.autograd.torch_internals import any_tensor, show_passes_to_torch
 from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import Description, describe
@@ -70,6 +71,7 @@ def install(worker: Worker) -> None:
     hooks.with_history = _keeps_history
     hooks.backward = autograd.backward_from
     hooks.checkpointing = _checkpointing
+    hooks.on_local_value = _note_use
     hooks.debug["autograd"] = autograd.debug_info
     hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = worker.callee.run
     hooks.surroundings[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.surround
@@ -83,6 +85,13 @@ def install(worker: Worker) -> None:
 
 def _keeps_history() -> bool:
     return active_context() is not None and torch.is_grad_enabled()
+
+
+def _note_use(value: Any) -> None:
+    """Note that the calling thread uses a value of this worker."""
+    context = active_context()
+    if context is not None and is_repeated.get() and not recomputation.get()[0]:
+        context.keeps_graphs |= any_tensor(lambda tensor: tensor.grad_fn is not None, value)
 
 
 _checkpoints: ContextVar[bool] = ContextVar("zmqgrad_autograd_checkpoints", default=False)
@@ -130,13 +139,20 @@ class Autograd:
         if context.released:  # meanwhile: this peer may not have been notified of the release
             return self._without_context(message, tensors)
         if isinstance(message, _CALLS):
-            differentiates = torch.is_grad_enabled()
+            # What a checkpointed call calls, and so on, is called again: nothing is recorded the first time.
+            differentiates = torch.is_grad_enabled() and (wants_result_grad() or not is_repeated.get())
             autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
             seed = None if isinstance(message, RRefFetch) else seed_for_call()
             number = recomputation.get()[0] or None
-            if number is None and _checkpoints.get() and differentiates and isinstance(message, Call):
+            if number is None and (
+                is_repeated.get()
+                if isinstance(message, RRefFetch)
+                else _checkpoints.get() and differentiates and isinstance(message, Call)
+            ):
                 number = 0
             return ForwardAutogradReq(context.id, autograd_id, message, differentiates, seed, number)
+        if isinstance(message, RRefValue):
+            _note_use(tensors)
         call = checkpointed.get()
         if call is not None and isinstance(message, Result):
             message, tensors = call.record(message, tensors)
@@ -186,7 +202,9 @@ class Autograd:
         envelope = inbound.envelope
         recomputation.set((message.recomputation or 0, (envelope.source, envelope.message_id)))
         run: Run | None = None
-        if message.recomputation == 0:
+        if isinstance(message.wrapped, RRefFetch):
+            is_repeated.set(message.recomputation == 0)
+        elif message.recomputation == 0:
             call = CheckpointedCall(self._worker, context, envelope.source, tensors)
             checkpointed.set(call)
             run = call.run

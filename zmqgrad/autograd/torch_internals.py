@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_any_only, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 Edge = tuple[Any, int]
@@ -245,6 +245,11 @@ def is_checkpoint_hook(hook: Any) -> bool:
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return ``value`` with ``function`` applied to the tensors in its containers."""
     return tree_map_only(torch.Tensor, function, value)
+
+
+def any_tensor(holds: Callable[[torch.Tensor], bool], value: Any) -> bool:
+    """Return whether ``holds`` does for any of the tensors in the containers of ``value``."""
+    return tree_any_only(torch.Tensor, holds, value)
 
 
 # ---- kinds of nodes --------------------------------------------------------------------------------------

@@ -74,6 +74,8 @@ class Hooks:
     """Whether tensors are sent with their autograd history just now."""
     checkpointing: Callable[[], AbstractContextManager[object]] = nullcontext
     """Returns a context manager in which calls that are sent are checkpointed."""
+    on_local_value: Callable[[Any], None] | None = None
+    """Called with the value of an RRef that a function on its owner is about to use."""
     tracer: Tracer | None = None
     """Records what the worker does; None: it is not traced."""
     peer_lost: list[Callable[[int, BaseException], None]] = field(default_factory=list)

@@ -48,7 +48,7 @@ class Differentiation:
         self, walk: GraphWalk, plan: Plan, options: PassOptions, captures: Captures | None, hooks: bool
     ) -> None:
         self._plan = plan
-        self._options = options
+        self.options = options
         self._captures = captures
         self._hooks = hooks
         if hooks and len(plan.groups) > 1:
@@ -127,7 +127,7 @@ class Differentiation:
     ) -> list[Result]:
         if not gradients or not (outgoing or passed_by):
             return [(edge, None, False) for edge in outgoing]
-        options = self._options
+        options = self.options
         found = run_engine(
             gradients,
             (*outgoing, *passed_by) if passed_by else outgoing,
@@ -144,7 +144,7 @@ class Differentiation:
     def _node_by_node(self, group: Group, gradients: dict[Edge, torch.Tensor]) -> list[Result]:
         """As one engine call, where the engine would not stop, or would run hooks on partial sums."""
         at: dict[Edge, torch.Tensor] = dict(gradients)
-        options = self._options
+        options = self.options
         for node in self._members(group):
             incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
             produced = evaluate_node(

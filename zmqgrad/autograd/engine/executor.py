@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec.structs import replace
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
@@ -131,6 +132,8 @@ class LocalPass:
         pass_id: int = 0,
     ) -> None:
         self.context = context
+        if context.keeps_graphs:
+            options = replace(options, retain_graph=True)
         self.options = options
         self.captures: Captures | None = None
         if not options.accumulate:
@@ -205,6 +208,11 @@ class LocalPass:
     def leads_away(self) -> bool:
         """Whether its graph leads to recvs, apart from the arguments of a checkpointed call."""
         return any(recv.arguments_of is None for recv in self._recvs.values())
+
+    def keep_graph(self) -> None:
+        """Keep from now on what is saved: a worker before this one does."""
+        self.options = replace(self.options, retain_graph=True)
+        self._differentiation.options = self.options
 
     def origin_of(self, worker: int, call: int) -> tuple[int, ...]:
         """Return the origin of an inner pass for a checkpointed call, as of ``PassOptions``."""

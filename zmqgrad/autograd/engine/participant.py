@@ -374,6 +374,8 @@ class Participant:
                 sends = context.sends(pass_id)
                 found = LocalPass(context, self.worker_id, options, sends=sends, pass_id=pass_id)
                 context.passes[pass_id] = found
+            elif options.retain_graph and not found.options.retain_graph:
+                found.keep_graph()
             return found
 
     def _report_rejected(

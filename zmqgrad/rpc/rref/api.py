@@ -131,6 +131,8 @@ class RRef(SerializedByReference, Generic[T]):
             )
         result: T = promise.result()
         wait_for_default_streams((result,))
+        if (notify := self._worker.hooks.on_local_value) is not None:
+            notify(result)
         return result
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:

@@ -34,7 +34,8 @@ class ForwardAutogradReq(Message, frozen=True):
     (``torch.no_grad``), and the result records no send. ``seed`` is for the random generators of the callee,
     if the caller runs a checkpointed function, which repeats its calls. ``recomputation`` is 0 if the call is
     checkpointed: the callee keeps no graph, and computes again when the gradient arrives. If the call is a
-    part of such a recomputation, it is the number of the pass that leads through it.
+    part of such a recomputation, it is the number of the pass that leads through it. A checkpointed function
+    fetches a value with 0, as it will do so again.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_REQ
