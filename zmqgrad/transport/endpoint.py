@@ -4,7 +4,7 @@ The reading thread (:mod:`~zmqgrad.transport.reader`) decodes messages and passe
 no user code, and malformed messages do not end it.
 
 Messages arrive by *paths*: local connections (this host), reply channels (the same, read by the thread that
-waits there), routes of the ROUTER (tcp), and bulk channels, which pass on what they receive by the ROUTER.
+waits there), routes of the ROUTER (tcp), and bulk channels, which pass on what they receive to this reader.
 Whoever learns that a peer has ended calls :meth:`Endpoint.end`. The reader then closes the paths of the link:
 it takes everything that has arrived, and delivers the end when the last path has reached its own. So a loss
 never overtakes what the peer has sent:
@@ -14,7 +14,7 @@ never overtakes what the peer has sent:
     reply channel      the same, read by its owner; by the reader, if the owner is not waiting there just now
     route of ROUTER    after the ROUTER was read empty; of a process of this host that has ended, after the
                        monitor has reported the end of the connection
-    bulk channel       a token, which its thread passes on behind everything that has arrived
+    bulk channel       when its ROUTER was read empty, which its reader passes on as it does messages
 
 A local connection that ends without a GOODBYE shows that the process has ended.
 """
@@ -22,7 +22,6 @@ A local connection that ends without a GOODBYE shows that the process has ended.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from zmqgrad.transport.local.listener import Registry
 
 logger = logging.getLogger(__name__)
-
-END_TOKEN_BYTES = 16
 
 PROCESS_ENDED = "its process has ended"
 
@@ -110,25 +107,22 @@ class Endpoint:
         self._on_end = on_end
         self._refuse_ended = refuse
         self.reader = Reader(f"{name}-receiver", self._close_sockets, budget)
-        self.inproc = f"inproc://{name}-{secrets.token_hex(16)}"
-        """Where threads of this process reach the ROUTER."""
-        self._end_token = secrets.token_bytes(END_TOKEN_BYTES)
-        self.end_bulk: Callable[[int, bytes], bool] = lambda peer, token: False
-        """Makes the bulk channels of a peer send ``token`` behind all that has arrived. Returns whether
-        there are any."""
+        self.end_bulk: Callable[[int, Callable[[], None]], bool] = lambda peer, ended: False
+        """Makes the reader of bulk channels call ``ended`` behind all that has arrived from a peer. Returns
+        whether there are any."""
         self._handler: Handler
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
         self._listener: TcpListener | None = None
         self._routes: dict[bytes, _Route] = {}
+        self._bulk = _Route(b"bulk", -1)  # of all channels
         self._disconnected: set[int] = set()  # to be closed when the ROUTER was read empty, by descriptor
         self._ending = 0  # links that are ending
         self.channels: ReplyChannels | None = None
         """The reply channels of the mailbox."""
         self._local = None if listen is None else self.reader.listen(listen, self._on_packet)
         if router is not None:
-            router.bind(self.inproc)
             self.reader.read_router(router, self._from_router)
 
     def listen(self, bind: Bind) -> str:
@@ -176,10 +170,17 @@ class Endpoint:
         frames: Sequence[Buffer] = self._rest() if socket.getsockopt(_RCVMORE) else ()
         if known is None:
             self._hear(route.fd)
-        if first == self._end_token and frames:
-            self._close_bulk(int.from_bytes(frames[0], "big"))
-            return None
         return self._handle(first, frames, route)
+
+    def take_bulk(self, first: bytes, frames: Sequence[Buffer]) -> None:
+        """Delivers a message that has arrived by a bulk channel. From any thread."""
+        self.reader.post(partial(self._handle_later, first, frames, self._bulk))
+
+    def _handle_later(self, first: bytes, frames: Sequence[Buffer], path: LocalConnection | _Route) -> None:
+        """Handles a message. Its task runs when the reader has handled the event under way."""
+        task = self._handle(first, frames, path)
+        if task is not None:
+            self.reader.tasks.append(task)
 
     def _hear(self, fd: int) -> None:
         """Notes the first message of a connection."""
@@ -296,7 +297,7 @@ class Endpoint:
     def _accept_from(self, route: _Route, envelope: Envelope, size: int) -> bool:
         """Returns whether to deliver a message that arrived by tcp."""
         link = route.link
-        if route.fd < 0:  # by inproc, where the messages of all bulk channels arrive
+        if route is self._bulk:
             link = self._links.to(envelope.source)
         elif link is None:
             link = route.link = self._links.to(envelope.source)
@@ -412,8 +413,8 @@ class Endpoint:
             unread.link = link
             link.paths.add(unread)
             self._close_when_empty(unread)
-        if self.end_bulk(peer, self._end_token):
-            link.paths.add(self._end_token)
+        if self.end_bulk(peer, partial(self.reader.post, partial(self._close_bulk, link))):
+            link.paths.add(self._bulk)
         if self.channels is not None:
             for channel in self.channels.all():
                 self._drain(channel)
@@ -444,12 +445,10 @@ class Endpoint:
     def _drain(self, channel: ReplyChannel) -> None:
         """Handles what has arrived at a reply channel, unless its owner is waiting there, and will."""
         for packet, connection in channel.take_arrived():
-            if not packet:
+            if packet:
+                self._handle_later(packet, (), connection)
+            else:
                 self._close_channel_path(connection)
-                continue
-            task = self._handle(packet, (), connection)
-            if task is not None:
-                self.reader.tasks.append(task)
 
     def _close_when_empty(self, route: _Route) -> None:
         self.reader.call_when_empty(partial(self._close_route, route))
@@ -466,9 +465,8 @@ class Endpoint:
             link.paths.discard(route)
             self._end_if_done(link)
 
-    def _close_bulk(self, peer: int) -> None:
-        link = self._links.to(peer)
-        link.paths.discard(self._end_token)
+    def _close_bulk(self, link: Link) -> None:
+        link.paths.discard(self._bulk)
         self._end_if_done(link)
 
     def _read_monitor(self) -> None:

@@ -213,7 +213,7 @@ class ZmqMailbox(Mailbox):
             self._sessions,
             self._plane.reassembler,
             self.notify,
-            self._endpoint.inproc,
+            self._endpoint.take_bulk,
             lambda peer: self._links.to(peer).endpoint,
             self._may_wait,
             self._endpoint.end,
@@ -545,6 +545,8 @@ class ZmqMailbox(Mailbox):
 
     def join(self, deadline: Deadline) -> list[str]:
         left = self._endpoint.reader.join(deadline)
+        if not left:  # then no more channels open
+            left += self._sealed.join(deadline)
         if self._heartbeats is not None and not self._heartbeats.join(deadline):
             left.append(f"{self._name}-liveness")
         left += self._plane.shared_memory.join(deadline)

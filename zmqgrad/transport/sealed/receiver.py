@@ -1,9 +1,8 @@
-"""The receiving half: one ROUTER for the channels of all peers, and the thread that reads it.
+"""The receiving half: one ROUTER for the channels of all peers, and the reader of its own that it has.
 
-Both start with the first channel. The thread, ``<name>-bulk``, opens records: chunks straight into the memory
-of their frame, other messages to be passed to the mailbox's own ROUTER over inproc. It has handled all chunks
-of a message by then. So neither decrypting nor copying delays the thread that reads small messages. It ends
-with the context.
+Both start with the first channel. The reader's thread, ``<name>-bulk``, opens records: chunks straight into
+the memory of their frame, other messages to be passed to the mailbox's reader. It has handled all chunks
+of a message by then. So neither decrypting nor copying delays the thread that reads small messages.
 
 Whoever knows the password can connect, and an observer of the network knows it; what he sends costs a counter
 and a log line. A session changes only by records that were opened.
@@ -15,21 +14,22 @@ import logging
 import math
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
 
 from zmqgrad.errors import ProtocolError, TransportError
-from zmqgrad.runtime.clock import MONOTONIC
+from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.bind_policy import bind_tcp, tcp_address
 from zmqgrad.transport.bulk import Reassembler
+from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.sealed.records import AVAILABLE, KEY_BYTES, Cipher, Head, NullCipher, read_head
 from zmqgrad.transport.security import ZapAuthenticator, password_server
 from zmqgrad.transport.session import Incoming, Verdict
-from zmqgrad.transport.sockets import connection_fd, send_all, set_up, use_io_thread
+from zmqgrad.transport.sockets import connection_fd, set_up, use_io_thread
 from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope
@@ -70,7 +70,7 @@ class ChannelReceiver:
         name, incarnation: of the worker.
         host: address to listen on; None: there are no channels.
         zap: authenticator of ``context``; None: there is no secret, so records are not sealed.
-        mailbox: returns the inproc endpoint of the mailbox's ROUTER.
+        pass_on: called with the frames of each message that is no chunk.
         reassembler: of the mailbox.
         reply: sends a message to a peer over CURVE; does not raise because of the peer.
         end: ends the link to a peer, for a reason.
@@ -83,7 +83,7 @@ class ChannelReceiver:
         context: zmq.Context[zmq.Socket[bytes]],
         host: str | None,
         zap: ZapAuthenticator | None,
-        mailbox: str,
+        pass_on: Callable[[bytes, Sequence[Buffer]], None],
         reassembler: Reassembler,
         reply: Callable[..., None],
         end: Callable[[int, str], None],
@@ -93,7 +93,7 @@ class ChannelReceiver:
         self._context = context
         self._host = host
         self._zap = zap
-        self._mailbox = mailbox
+        self._pass_on = pass_on
         self._reassembler = reassembler
         self._reply = reply
         self._end_link = end
@@ -101,11 +101,11 @@ class ChannelReceiver:
         self._channels: dict[int, _Channel] = {}
         self._port = 0
         self._token = b"" if zap is None else secrets.token_hex(16).encode()
-        self._thread: threading.Thread | None = None
-        self._listener: TcpListener | None = None  # used by the thread
-        self._jobs: list[tuple[float, Callable[[], None]]] = []  # used by the thread
-        self._inproc = f"inproc://{name}-bulk-{secrets.token_hex(16)}"
-        self._ends: deque[tuple[int, bytes]] = deque()
+        self._reader: Reader | None = None
+        # Used by its thread:
+        self._router: zmq.Socket[bytes]
+        self._listener: TcpListener | None = None
+        self._acknowledges_at = math.inf
         self.refused = 0
         self.keys_dropped = 0
         self.bytes_in = 0
@@ -135,105 +135,58 @@ class ChannelReceiver:
         self._reply(source.source, ready, source.message_id)
 
     def _start(self) -> str:
-        """Binds the ROUTER, and starts the thread. Returns why that is not possible."""
-        if self._thread is not None:
+        """Binds the ROUTER, and starts to read it. Returns why that is not possible."""
+        if self._reader is not None:
             return ""
         if self._host is None:
             return f"{self._name} does not listen on tcp"
         if self._zap is not None and not AVAILABLE:
             return f"{self._name} has no package cryptography"
-        router = self._context.socket(zmq.ROUTER)
+        reader = Reader(f"{self._name}-bulk", self._close_sockets)
+        self._router = router = self._context.socket(zmq.ROUTER)
         try:
             set_up(router)
             router.rcvhwm = MAX_QUEUED_RECORDS
             use_io_thread(router, bulk=True)
-            router.bind(self._inproc)
             if self._zap is not None:
                 password_server(router)
             address = tcp_address(self._host, "*")
             self._listener = listener = TcpListener(
                 router,
                 lambda fd: bind_tcp(router, address, secured=True, listen_fd=fd),  # as the mailbox's
-                self._call_later,
+                reader.call_later,
             )
         except (OSError, TransportError) as e:
-            router.close(linger=0)
+            reader.close()
             logger.warning("%s cannot receive large messages by channels: %s", self._name, e)
             return str(e)
         bytearray(MALLOC_REUSES_BYTES)  # once one is freed, glibc keeps blocks of this size and less
         if self._zap is not None:
             self._zap.passwords.add(self._token)
-        self._port = int(listener.endpoint.rpartition(":")[2])
-        self._thread = threading.Thread(
-            target=self._run, args=(router, listener), name=f"{self._name}-bulk", daemon=True
-        )
-        self._thread.start()
+        self._port = listener.port
+        reader.watch(listener.fd, listener.read)
+        reader.read_router(router, self._receive)
+        self._reader = reader
+        reader.start()
         return ""
 
-    def end(self, peer: int, token: bytes) -> bool:
-        """Passes ``token`` to the mailbox behind everything that has arrived from ``peer``.
+    def end(self, peer: int, ended: Callable[[], None]) -> bool:
+        """Calls ``ended``, in the thread, behind everything that has arrived from ``peer``.
 
         Returns:
             False if nothing was received from it.
         """
         if not any(channel.peer == peer for channel in list(self._channels.values())):
             return False
-        self._ends.append((peer, token))
-        with self._context.socket(zmq.DEALER) as waker:
-            waker.linger = -1  # inproc: delivered in memory, at once
-            waker.connect(self._inproc)
-            waker.send(b"")
+        assert self._reader is not None
+        self._reader.post(partial(self._reader.call_when_empty, ended))
         return True
 
     # ---- receiving, in the thread ----------------------------------------------------------------------
 
-    def _call_later(self, seconds: float, job: Callable[[], None]) -> None:
-        self._jobs.append((MONOTONIC.now() + seconds, job))
-
-    def _do_jobs(self, now: float) -> float:
-        """Does what is due. Returns when something is due next."""
-        due = [job for moment, job in self._jobs if moment <= now]
-        self._jobs = [entry for entry in self._jobs if entry[0] > now]
-        for job in due:
-            job()
-        return min((moment for moment, _ in self._jobs), default=math.inf)
-
-    def _run(self, router: zmq.Socket[bytes], listener: TcpListener) -> None:
-        forward = self._context.socket(zmq.DEALER)
-        poller = zmq.Poller()
-        poller.register(router, zmq.POLLIN)
-        poller.register(listener.fd, zmq.POLLIN)
-        try:
-            set_up(forward)
-            forward.sndhwm = 0
-            forward.connect(self._mailbox)
-            due = math.inf
-            while True:
-                now = MONOTONIC.now()
-                if due <= now:
-                    due = self._acknowledge(now)
-                if self._ends and not router.poll(0):  # everything that has arrived was handled
-                    peer, token = self._ends.popleft()
-                    _pass_on(forward, token, [peer.to_bytes(2, "big")])
-                    continue
-                until = min(due, self._do_jobs(now)) - now
-                ready = poller.poll(None if until == math.inf else math.ceil(1000 * until))
-                for source, _ in ready:
-                    if source is not router:
-                        listener.read()
-                        continue
-                    frames = router.recv_multipart(copy=False)
-                    if len(frames) != 2 or len(frames[1]):  # otherwise it only wakes this thread
-                        due = min(due, self._receive(frames, forward))
-        except zmq.ContextTerminated:
-            pass  # the mailbox has been closed
-        finally:
-            listener.close()
-            router.close(linger=0)
-            forward.close(linger=0)
-
-    def _receive(self, frames: Sequence[zmq.Frame], forward: zmq.Socket[bytes]) -> float:
-        """Handles a record, behind the identity of its connection. Returns when to acknowledge it."""
+    def _receive(self) -> None:
+        """Handles the next record, behind the identity of its connection."""
+        frames = self._router.recv_multipart(copy=False)
         record: list[Buffer] = [frame.buffer for frame in frames[1:]]
         channel: _Channel | None = None
         try:
@@ -241,16 +194,15 @@ class ChannelReceiver:
             channel = self._channels.get(head.channel)
             if channel is None:
                 raise ProtocolError(f"unknown channel {head.channel:#x}")
-            self._open(channel, head, record, forward)
+            self._open(channel, head, record)
             self._hear(connection_fd(frames[1]))
-            return channel.incoming.due
+            self._acknowledge_at(channel.incoming.due)
         except ProtocolError as e:
             self._refuse(e)
             if channel is not None and channel.cipher.is_forged:
                 self._drop(channel)
         except Exception:
             logger.exception("%s: handling a sealed record failed", self._name)
-        return math.inf
 
     def _hear(self, fd: int) -> None:
         """Notes that a connection belongs to a peer: a record that came by it was opened."""
@@ -259,9 +211,7 @@ class ChannelReceiver:
             self._listener.read()
             self._listener.hear(fd)
 
-    def _open(
-        self, channel: _Channel, head: Head, record: Sequence[Buffer], forward: zmq.Socket[bytes]
-    ) -> None:
+    def _open(self, channel: _Channel, head: Head, record: Sequence[Buffer]) -> None:
         incoming, cipher, now = channel.incoming, channel.cipher, MONOTONIC.now()
         size = sum(map(len, record))
         first = cipher.open(record, 0)  # authenticates the head, too
@@ -286,7 +236,7 @@ class ChannelReceiver:
             self._reassembler.advance(channel.peer, message, len(target))
             self.bytes_in += len(target)
         else:
-            _pass_on(forward, first, [self._open_frame(cipher, record, i) for i in range(1, head.parts)])
+            self._pass_on(first, [self._open_frame(cipher, record, i) for i in range(1, head.parts)])
         incoming.receive(head.sequence, size, now)
 
     def _open_frame(self, cipher: Cipher | NullCipher, record: Sequence[Buffer], index: int) -> Buffer:
@@ -314,15 +264,25 @@ class ChannelReceiver:
         logger.warning("%s: dropped a key: too many records of %r were forged", self._name, channel.cipher)
         self._end_link(channel.peer, "too many of its sealed records were forged on their way")
 
-    def _acknowledge(self, now: float) -> float:
-        """Sends the acknowledgements that are due. Returns when the next one is."""
-        due = math.inf
+    def _acknowledge_at(self, due: float) -> None:
+        if due <= MONOTONIC.now():
+            self._acknowledge()
+        elif due < self._acknowledges_at:
+            assert self._reader is not None
+            self._acknowledges_at = due
+            self._reader.call_at(due, self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        """Sends the acknowledgements that are due."""
+        self._acknowledges_at = due = math.inf
+        now = MONOTONIC.now()
         for channel in list(self._channels.values()):
             if channel.incoming.due <= now:
                 sequence = channel.incoming.acknowledgement()
                 self._reply(channel.peer, BulkAck(channel.number, sequence), 0)
             due = min(due, channel.incoming.due)
-        return due
+        if due < math.inf:
+            self._acknowledge_at(due)
 
     # ---- closing ---------------------------------------------------------------------------------------
 
@@ -331,6 +291,18 @@ class ChannelReceiver:
         with self._lock:
             for number in [n for n, channel in self._channels.items() if channel.peer == peer]:
                 del self._channels[number]
+
+    def _close_sockets(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._router.close(linger=0)
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Ends reading, when no more channels can open. Returns a name if it goes on after ``deadline``."""
+        if self._reader is None:
+            return []
+        self._reader.close()
+        return self._reader.join(deadline)
 
     def statistics(self) -> dict[str, Any]:
         """Returns counts of records refused, received twice and after a gap, and of keys dropped."""
@@ -341,10 +313,3 @@ class ChannelReceiver:
             "duplicates": sum(each.duplicates for each in incoming),
             "gaps": sum(each.gaps for each in incoming),
         }
-
-
-def _pass_on(forward: zmq.Socket[bytes], first: bytes, frames: Sequence[Buffer]) -> None:
-    try:
-        send_all(forward, first, frames)
-    except zmq.Again:
-        logger.debug("something arrived by a channel when the mailbox was closed")

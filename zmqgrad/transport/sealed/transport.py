@@ -126,7 +126,7 @@ class SealedTransport:
         sessions: of the mailbox; handles timeouts.
         reassembler: of the mailbox; provides memory for sealed records, too.
         notify: sends a small message over CURVE, and does not raise because of the peer.
-        inproc: endpoint of the mailbox's ROUTER.
+        pass_on: called with the frames of each message that arrives, in the receiving thread.
         endpoint: returns the endpoint in use to a peer.
         may_wait: returns whether the calling thread may wait for messages.
         end: ends the link to a peer, for a reason.
@@ -143,7 +143,7 @@ class SealedTransport:
         sessions: Sessions,
         reassembler: Reassembler,
         notify: Callable[..., None],
-        inproc: str,
+        pass_on: Callable[[bytes, Sequence[Buffer]], None],
         endpoint: Callable[[int], str],
         may_wait: Callable[[], bool],
         end: Callable[[int, str], None],
@@ -160,9 +160,9 @@ class SealedTransport:
         self._enabled = AVAILABLE or not secured
         self._lacks_cipher = zap is not None and not AVAILABLE
         self._receiver = ChannelReceiver(
-            name, incarnation, context, host, zap, inproc, reassembler, notify, end
+            name, incarnation, context, host, zap, pass_on, reassembler, notify, end
         )
-        self.end = self._receiver.end
+        self.end, self.join = self._receiver.end, self._receiver.join
         self._lock = threading.Lock()  # guards all below; sending to a channel has the channel's lock
         self._channels: dict[int, _Channel] = {}
         self._closed = False
@@ -343,7 +343,7 @@ class SealedTransport:
     def close(self, linger: int) -> None:
         """Closes the channels to all peers; what libzmq has queued may take ``linger`` ms to leave.
 
-        Idempotent. The receiving thread ends with the context.
+        Idempotent. The receiving thread ends with :meth:`ChannelReceiver.join`.
         """
         with self._lock:
             self._closed = True
