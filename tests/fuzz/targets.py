@@ -39,7 +39,7 @@ from zmqgrad.trace import log
 from zmqgrad.transport.sealed import records
 from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
 from zmqgrad.transport.shared_memory.segment import Segment
-from zmqgrad.wire.codec import DECODE_ERRORS, decode, decode_all, encode
+from zmqgrad.wire.codec import DECODE_ERRORS, decode_all, decode_query, encode
 from zmqgrad.wire.frames import ENVELOPE_FORMAT, MAGIC, VERSION, WITH_MANIFEST
 from zmqgrad.wire.messages import BY_TYPE, ArenaOffer, Manifest, Tensors
 
@@ -101,7 +101,7 @@ def store_queries(data: bytes) -> None:
     state: Any = State()
     for number, piece in enumerate(pieces(data)):
         try:
-            _, query = decode(enveloped(QUERIES[piece[0] % len(QUERIES)] if piece else 0, piece[1:]))
+            *_, query = decode_query(enveloped(QUERIES[piece[0] % len(QUERIES)] if piece else 0, piece[1:]))
         except ProtocolError:
             continue
         for effect in state.apply(query, number, float(number)):

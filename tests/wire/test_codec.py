@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 import msgspec
@@ -13,7 +14,7 @@ from tests.support.messages import messages, messages_of
 from zmqgrad.errors import ProtocolError
 from zmqgrad.wire import codec
 from zmqgrad.wire import messages as m
-from zmqgrad.wire.codec import decode, decode_all, encode
+from zmqgrad.wire.codec import decode, decode_all, decode_query, encode
 from zmqgrad.wire.frames import ENVELOPE_BYTES, ENVELOPE_FORMAT, MAGIC, VERSION, Envelope
 from zmqgrad.wire.messages import BY_TYPE, Message
 
@@ -37,6 +38,7 @@ def test_every_message_survives_the_way(
     assert envelope == Envelope(cls.TYPE, source, *numbers)
     assert again == message
     assert type(again) is cls
+    assert decode_query(frame) == decode_query(bytes(frame)) == (*numbers, message)
 
 
 @given(messages(), st.integers(0, FULL), st.integers(0, FULL), st.booleans())
@@ -100,6 +102,21 @@ def test_damaged_bytes_raise_nothing_else(message: Message, damage: list[tuple[i
         return
     assert BY_TYPE[m.MessageType(envelope.type)] is type(again)  # another message, but a message
     encode(again, envelope.source, envelope.incarnation, envelope.message_id)
+
+
+@given(messages(), st.lists(st.tuples(st.integers(0, 100), st.integers(0, 255))), st.integers(0, 1 << 11))
+def test_a_query_is_decoded_as_any_message(message: Message, damage: list[tuple[int, int]], end: int) -> None:
+    frame = encode(message, 1, 2, 3)
+    for place, value in damage:
+        frame[place % len(frame)] = value
+    data = bytes(frame[:end])
+    try:
+        envelope, expected = decode(data)
+    except ProtocolError as e:
+        with pytest.raises(ProtocolError, match=f"^{re.escape(str(e))}$"):
+            decode_query(data)
+    else:
+        assert repr(decode_query(data)) == repr((envelope.incarnation, envelope.message_id, expected))
 
 
 @given(st.sampled_from(list(BY_TYPE)), st.binary(max_size=200))

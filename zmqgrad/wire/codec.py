@@ -13,10 +13,12 @@ from zmqgrad.wire.frames import (
     MANIFEST_LENGTH,
     MAX_HEADER_BYTES,
     NO_ENVELOPE,
+    PREFIX,
     START_OFFSET,
     WITH_MANIFEST,
     Envelope,
     read_envelope,
+    read_start,
     write_consumed,
     write_start,
 )
@@ -96,6 +98,24 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
     if manifest is not None:
         raise ProtocolError(f"worker {envelope.source} sent a manifest to a reader without shared memory")
     return envelope, message
+
+
+def decode_query(frame: bytes | bytearray | memoryview) -> tuple[int, int, Message]:
+    """Decode a query or a reply: incarnation of the sender, message id, and message.
+
+    Raises:
+        ProtocolError: as :func:`decode`.
+    """
+    if type(frame) is bytes and ENVELOPE_BYTES <= len(frame) <= COPY_LIMIT_BYTES:  # in few steps
+        prefix, kind, _, incarnation, message_id = read_start(frame)
+        decoder = _decoders.get(kind)
+        if prefix == PREFIX and decoder is not None:
+            try:
+                return incarnation, message_id, decoder.decode(frame[ENVELOPE_BYTES:])
+            except DECODE_ERRORS:
+                pass  # reported below
+    envelope, message = decode(frame)
+    return envelope.incarnation, envelope.message_id, message
 
 
 def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifest | None, Message]:

@@ -40,11 +40,14 @@ MANIFEST_LENGTH = struct.Struct("!I")
 MAX_HEADER_BYTES = 512 << 20
 """Limit for envelope and header together; larger first frames are rejected unread."""
 
-_PREFIX = MAGIC + bytes((VERSION,))
-NO_ENVELOPE = _PREFIX + bytes(ENVELOPE_BYTES - len(_PREFIX))
+PREFIX = MAGIC + bytes((VERSION,))
+NO_ENVELOPE = PREFIX + bytes(ENVELOPE_BYTES - len(PREFIX))
 """An envelope whose fields are to be written."""
 
-START_OFFSET = len(_PREFIX)
+START_OFFSET = len(PREFIX)
+read_start = struct.Struct("!3sHHQQ").unpack_from
+"""Reads magic and version, type, source, incarnation and message id."""
+
 write_start = struct.Struct("!HHQQB").pack_into
 """Writes type, source, incarnation, message id and channel at ``START_OFFSET``."""
 
@@ -93,7 +96,7 @@ def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
         raise ProtocolError(
             f"first frame of {len(frame)} bytes (expected {ENVELOPE_BYTES} to {MAX_HEADER_BYTES})"
         )
-    if frame[:3] != _PREFIX:
+    if frame[:3] != PREFIX:
         raise ProtocolError(_describe_foreign(bytes(frame[:3])))
     return _new(Envelope, _read_fields(frame))
 

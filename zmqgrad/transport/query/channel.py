@@ -24,7 +24,7 @@ from zmqgrad.transport.query import spin_budget
 from zmqgrad.transport.query.dealer import DealerConnection, LocalAddress, ServerInfo
 from zmqgrad.transport.query.pending import PING_ID, Arrival, PendingQuery
 from zmqgrad.transport.security import local_key
-from zmqgrad.wire.codec import decode, encode
+from zmqgrad.wire.codec import decode_query, encode
 from zmqgrad.wire.frames import MESSAGE_ID
 from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePing, StorePong, StoreRefused
 
@@ -94,8 +94,8 @@ class QueryChannel:
                     and data[MESSAGE_ID.start :] == packet[MESSAGE_ID] + _DONE_END
                 ):
                     return _DONE
-                envelope, reply = decode(data)
-                if envelope.message_id == request_id and type(reply) is not StoreRefused:
+                _, replied, reply = decode_query(data)
+                if replied == request_id and type(reply) is not StoreRefused:
                     return reply
             except BlockingIOError:
                 pass  # the reply takes longer
@@ -197,15 +197,15 @@ class QueryChannel:
         Raises:
             ProtocolError: if it is malformed.
         """
-        envelope, message = decode(data)
-        arrival = self._query.receive(envelope.message_id, message)
+        incarnation, replied, message = decode_query(data)
+        arrival = self._query.receive(replied, message)
         if arrival is Arrival.REPLY:
             return message
         if arrival is Arrival.TOO_LARGE:
             self._query.is_large = True
             self._send()
         elif isinstance(message, StorePong) and self._fast_path and message.endpoint:
-            self._server.local = LocalAddress(envelope.incarnation, message.endpoint)
+            self._server.local = LocalAddress(incarnation, message.endpoint)
             if self._local is None:
                 self._open_local()
         return None

@@ -32,7 +32,7 @@ from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.security import Keys, local_key, store_endpoint
 from zmqgrad.transport.sockets import connection_fd, joined
 from zmqgrad.transport.tap import Identity, Tracer
-from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
+from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode_query, encode
 from zmqgrad.wire.frames import MESSAGE_ID, Envelope, read_envelope, write_message_id
 from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePing, StorePong, StoreRefused
 
@@ -271,16 +271,16 @@ class QueryServer:
     def _receive(self, data: bytes | memoryview, route: Route, frame: zmq.Frame | None = None) -> None:
         """Handles a message that arrived by either path; ``frame`` is None by the fast path."""
         try:
-            envelope, query = decode(data)
+            client_id, request_id, query = decode_query(data)
         except ProtocolError as e:
             if data or frame is not None:
                 self._on_malformed(route, data, frame, e)
             else:  # the end of a connection of the fast path
                 self._admission.remove_local(route)
             return
-        client_id, request_id = envelope.incarnation, envelope.message_id
         if self.tracer is not None:
-            self._tap_query(self.tracer, route, envelope, query, len(data))
+            envelope = Envelope(query.TYPE, 0, client_id, request_id, _route_key(route))
+            self.tracer.tap(False, client_id, envelope, query, len(data), monotonic_ns())
         if type(query) is StorePing:
             self._on_ping(route, frame, client_id, request_id, query)
         elif frame is not None and self._is_refused(frame):
@@ -291,10 +291,6 @@ class QueryServer:
                 self._handle_query(route, client_id, request_id, query)
             except Exception:
                 logger.exception("%s: handling %s failed", self.name, type(query).__name__)
-
-    def _tap_query(self, tracer: Tracer, route: Route, envelope: Envelope, query: Message, size: int) -> None:
-        shown = Envelope(envelope.type, 0, envelope.incarnation, envelope.message_id, _route_key(route))
-        tracer.tap(False, envelope.incarnation, shown, query, size, monotonic_ns())
 
     def _on_malformed(
         self, route: Route, data: bytes | memoryview, frame: zmq.Frame | None, error: ProtocolError
