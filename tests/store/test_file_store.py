@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.processes import run_processes
+from tests.support.processes import START, run_processes
 from tests.support.waiting import eventually
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
@@ -58,6 +59,7 @@ def test_writes_are_visible_to_other_stores_on_the_file(store: FileStore, path: 
 
 def _write_what_is_awaited(rank: int, path: str) -> None:
     with FileStore(path, timeout=PATIENCE) as store:
+        store.set("here", "")
         store.wait(["go"])
         store.set("k", "1")
         store.queue_push("q", "2")
@@ -68,7 +70,6 @@ def _write_what_is_awaited(rank: int, path: str) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_waits_and_watches_see_writes_of_other_processes(store: FileStore, path: str) -> None:
-    got: list[bytes] = []
     seen: list[tuple[bytes | None, bytes | None]] = []
     last = threading.Event()
 
@@ -77,19 +78,19 @@ def test_waits_and_watches_see_writes_of_other_processes(store: FileStore, path:
         if new == b"49":
             last.set()
 
+    def wait_for_both() -> list[bytes]:
+        store.wait(["here"], START)  # their time begins when the process has started, however long that takes
+        waits = [pool.submit(store.get, "k"), pool.submit(store.queue_pop, "q")]
+        eventually(lambda: store.statistics()["parked"], lambda parked: parked == len(waits))
+        store.set("go", "")
+        return [wait.result(PATIENCE) for wait in waits]
+
     store.watch_key("n", callback)
-    threads = [
-        threading.Thread(target=lambda: got.append(store.get("k"))),
-        threading.Thread(target=lambda: got.append(store.queue_pop("q"))),
-    ]
-    for thread in threads:
-        thread.start()
-    store.set("go", "")
-    run_processes(_write_what_is_awaited, 1, (path,))
-    for thread in threads:
-        thread.join(PATIENCE)
+    with ThreadPoolExecutor(3) as pool:
+        got = pool.submit(wait_for_both)
+        run_processes(_write_what_is_awaited, 1, (path,))
+        assert got.result(PATIENCE) == [b"1", b"2"]
     assert last.wait(PATIENCE), "the last value is seen, though some between may not be"
-    assert sorted(got) == [b"1", b"2"]
     assert seen[0][0] is None
     assert all(before[1] == after[0] for before, after in pairwise(seen))
 
