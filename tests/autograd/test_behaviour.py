@@ -1056,6 +1056,53 @@ def test_a_gradient_retained_of_a_tensor_that_is_changed_in_place(c: Cluster, ho
     torch.testing.assert_close(found, expected)
 
 
+class Acting(torch.autograd.Function):
+    """Calls something when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: Callable[[], object]) -> Tensor:
+        ctx.action = action
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.action()
+        return gradient * 1, None
+
+
+@pytest.mark.parametrize("by", ["the same group", "one before it"])
+@pytest.mark.parametrize("what", ["hook", "retained gradient", "hook of the node"])
+def test_a_hook_that_is_registered_during_the_pass_where_a_tensor_is_used_and_sent(
+    c: Cluster, what: str, by: str
+) -> None:
+    """It runs once, on the complete gradient, also if it is the first hook of this process."""
+
+    def run(call: Callable[[Tensor], Tensor], differentiate: Callable[[Tensor], None]) -> Any:
+        w, seen = leaf(1, 2), list[Any]()
+        v = w * 3
+
+        def register() -> None:
+            if what == "hook":
+                v.register_hook(lambda g: (seen.append(g.tolist()), g * 3)[1])
+            elif what == "retained gradient":
+                v.retain_grad()
+            else:
+                node: Any = v.grad_fn
+                node.register_prehook(lambda gs: (seen.append(gs[0].tolist()), (gs[0] * 3,))[1])
+
+        u = v.sin()
+        loss = Acting.apply(u, register) + call(v) * 2  # type: ignore[no-untyped-call]
+        differentiate((loss if by == "the same group" else loss + call(u)).sum())
+        return w, [*seen, v.grad.tolist() if v.retains_grad else None]  # type: ignore[union-attr]
+
+    with context() as ctx:
+        w, found = run(lambda t: rpc.rpc_sync(1, double, (t,)), lambda loss: backward(ctx, [loss]))
+        gradient = get_gradients(ctx)[w]
+    alone, expected = run(double, lambda loss: loss.backward())  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(gradient, alone.grad)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("how", ["separate", "meeting", "node by node"])
 def test_hooks_of_a_leafs_node_run_around_its_accumulation(c: Cluster, how: str) -> None:
     """In the order of torch: the tensor's, before the node, after the accumulation, after the node."""

@@ -383,9 +383,43 @@ _own_register_hook: Callable[..., Any] = torch.Tensor.register_hook
 _own_node_hook: Callable[..., Any] = torch.autograd.Function._register_hook
 
 
+class cut_at:
+    """Context manager around a call of the engine, in a graph task, that returns partial sums at some edges.
+
+    What runs meanwhile may register hooks of tensors there, which are for the complete sums that follow.
+
+    Args:
+        is_partial: whether a sum is partial.
+    """
+
+    def __init__(self, is_partial: Callable[[Edge], bool]) -> None:
+        self.is_partial = is_partial
+        self.task = _graph_task()
+        self.retaining: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        _cuts.append(self)
+
+    def __exit__(self, *exc: object) -> None:
+        _cuts.remove(self)
+        for tensor in self.retaining:
+            tensor.retain_grad()
+
+
+_cuts: list[cut_at] = []
+
+
+def _cuts_at(tensor: torch.Tensor) -> list[cut_at]:
+    edge = tensor.grad_fn, tensor.output_nr
+    return [cut for cut in list(_cuts) if cut.is_partial(edge)]
+
+
 @functools.wraps(_own_retain_grad)
 def _retain_grad(tensor: torch.Tensor) -> None:
     global _retained
+    if _cuts and (cuts := _cuts_at(tensor)):
+        cuts[0].retaining.append(tensor)
+        return
     if not (tensor.is_leaf or tensor.retains_grad):
         _retained += 1
         _note_retained(tensor)
@@ -407,7 +441,15 @@ def _mark(tensor: torch.Tensor) -> None:
 @functools.wraps(_own_register_hook)
 def _register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
     _mark(tensor)  # before the hook is there
+    if _cuts and (cuts := _cuts_at(tensor)):
+        return _own_register_hook(tensor, functools.partial(_except_at, cuts, hook))
     return _own_register_hook(tensor, hook)
+
+
+def _except_at(cuts: list[cut_at], hook: Callable[..., Any], gradient: torch.Tensor) -> Any:
+    """Run a hook, but not on a sum that is partial because of one of ``cuts``."""
+    task = _graph_task()
+    return None if any(cut.task is task and cut in _cuts for cut in cuts) else hook(gradient)
 
 
 @functools.wraps(_own_node_hook)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zmqgrad.autograd.graph.captures import Captures
+from zmqgrad.autograd.graph.hooks import hooks_registered
 from zmqgrad.autograd.graph.node import Gradient, evaluate_node, release_saved_tensors, shared
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan
 from zmqgrad.autograd.graph.sums import added
@@ -20,6 +21,7 @@ from zmqgrad.autograd.graph.undefined import UNDEFINED, reached, zero_placeholde
 from zmqgrad.autograd.graph.walk import GraphWalk
 from zmqgrad.autograd.torch_internals import (
     LEAF_NODE,
+    cut_at,
     follow_retained,
     has_tensor_hook,
     is_python_function,
@@ -72,14 +74,7 @@ class Differentiation:
             leads there, ``UNDEFINED`` if one does but nothing was produced.
         """
         sinks = self._plan.sinks
-        undefined: list[Edge] = []
-        runs_nodes = self._hooks
-        for edge, gradient in gradients.items():
-            if edge[0] not in sinks:
-                runs_nodes = True
-            if gradient is UNDEFINED:
-                undefined.append(edge)
-        if not runs_nodes:
+        if not self._hooks and all([edge[0] in sinks for edge in gradients]):
             return [(edge, gradient, False) for edge, gradient in gradients.items()]
         if torch.is_anomaly_enabled():  # an error names its node, and carries the forward call that made it
             results = []
@@ -87,9 +82,17 @@ class Differentiation:
                 own = {edge: gradients[edge] for edge in group.incoming if edge in gradients}
                 results += self._node_by_node(group, own)
             return results
+        group = groups[0]
+        if not group.dependents:
+            return self._at_once(groups, gradients)
+        with cut_at(group.is_cut):  # before it is asked for hooks
+            if group.reenters or self._cuts_at_hooks(group):
+                return self._node_by_node(group, gradients)
+            return self._at_once(groups, gradients)
+
+    def _at_once(self, groups: Sequence[Group], gradients: dict[Edge, torch.Tensor]) -> list[Result]:
         passed_by = [edge for group in groups for edge in self._passed_by.get(group, ())]
-        if groups[0].dependents and (groups[0].reenters or self._cuts_at_hooks(groups[0])):
-            return self._node_by_node(groups[0], gradients)
+        undefined = [edge for edge, gradient in gradients.items() if gradient is UNDEFINED]
         outgoing: Collection[Edge] = groups[0].outgoing
         if len(groups) > 1:
             outgoing = dict.fromkeys([edge for group in groups for edge in group.outgoing])
@@ -101,7 +104,7 @@ class Differentiation:
             results = self._call_engine(gradients, outgoing, passed_by)
         missing: list[Edge] = []  # a leaf needs no mark, unless it waits for its complete gradient
         for edge, found, _ in results:
-            if found is None and (type(edge[0]) is not LEAF_NODE or edge[0] in sinks):
+            if found is None and (type(edge[0]) is not LEAF_NODE or edge[0] in self._plan.sinks):
                 missing.append(edge)
         if missing:
             ends = reached(gradients, outgoing)
@@ -110,8 +113,10 @@ class Differentiation:
 
     def _cuts_at_hooks(self, group: Group) -> bool:
         """Whether the engine would run hooks of tensors on partial sums, at edges to other groups."""
-        own_sinks = set(group.sinks) if self._hooks else ()
-        for edge in group.outgoing if self._hooks else ():
+        if not hooks_registered():  # by now: what has run may have registered the first
+            return False
+        own_sinks = set(group.sinks)
+        for edge in group.outgoing:
             if edge[0] in own_sinks:
                 continue
             hooked = tensor_hooks(edge[0].variable) if type(edge[0]) is LEAF_NODE else has_tensor_hook(edge)

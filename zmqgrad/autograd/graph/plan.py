@@ -88,6 +88,10 @@ class Group:
     """
     ran: bool = False
 
+    def is_cut(self, edge: Edge) -> bool:
+        """Whether an edge leads to another group, which waits for more gradients there, or to a leaf."""
+        return edge in self.outgoing and edge[0] not in self.sinks
+
     def __repr__(self) -> str:
         return f"<Group of {self.starts} in={list(self.incoming)} out={list(self.outgoing)}>"
 
