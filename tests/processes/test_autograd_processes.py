@@ -337,6 +337,51 @@ def fork_gradients(batch: torch.Tensor, half: int) -> list[torch.Tensor | None]:
     return [gradients.get(p) for p in model.parameters()]
 
 
+_replica: list[DistributedDataParallel] = []
+
+
+def serve_replica(x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = _replica[0](x)
+    return y
+
+
+def gradients_of_replica(context_id: int) -> list[torch.Tensor]:
+    return list(map(get_gradients(context_id).__getitem__, _replica[0].parameters()))
+
+
+def run_served_ddp(rank: int, port: int, options: dict[str, bool]) -> list[float]:
+    """Worker 2 calls the replicas of workers 0 and 1, three times each, checkpointed; as :func:`run_ddp`."""
+    if rank < 2:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+        )
+        _replica.append(DistributedDataParallel(make_model(), **options))
+    rpc.init_rpc(f"worker{rank}")
+    gaps = []
+    if rank == 2:
+        torch.manual_seed(1)
+        batches = torch.rand(6, 3, 4, dtype=torch.float64)
+        alone = make_model()
+        alone(batches).square().sum().backward()
+        for _ in range(2):
+            with context() as context_id:
+                results = [rpc.checkpoint_async(i % 2, serve_replica, x) for i, x in enumerate(batches)]
+                backward(context_id, [sum(y.wait().square().sum() for y in results)])  # type: ignore[list-item]
+                for to in (0, 1):
+                    found = rpc.rpc_sync(to, gradients_of_replica, (context_id,))
+                    pairs = zip(found, alone.parameters(), strict=True)
+                    gaps += [(g - p.grad / 2).abs().max().item() for g, p in pairs]  # type: ignore[operator]
+    rpc.shutdown()
+    return gaps
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
+def test_checkpointed_calls_of_data_parallel_replicas(option: str) -> None:
+    gaps = run_processes(run_served_ddp, 3, (free_port(), {option: True}))[2]
+    assert len(gaps) == 2 * 2 * 4
+    assert max(gaps) < 1e-13
+
+
 def test_distributed_data_parallel_averages_gradients_of_contexts() -> None:
     gaps = run_processes(run_ddp, 3, (free_port(),))
     assert len(gaps[0]) == len(gaps[1]) == 2 * 2 * 4 + 2 * 2 * 8
