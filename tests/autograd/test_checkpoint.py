@@ -180,7 +180,9 @@ class Marked(Tensor):
 
 def marked(x: Tensor) -> Any:
     jagged = torch.nested.nested_tensor_from_jagged(x * 3, offsets=torch.tensor([0, 1, 3]))
-    return {"y": (x * x).as_subclass(Marked), "z": jagged}
+    y = (x * x).as_subclass(Marked)
+    y.mark = "of the program"  # type: ignore[attr-defined]
+    return {"y": y, "z": jagged}
 
 
 def test_subclasses_in_a_result() -> None:
@@ -188,6 +190,7 @@ def test_subclasses_in_a_result() -> None:
     with context() as ctx:
         found = rpc.checkpoint(1, marked, x)
         assert isinstance(found["y"], Marked)
+        assert vars(found["y"]) == {"mark": "of the program"}
         backward(ctx, [found["y"].as_subclass(Tensor).sum() + found["z"].values().sum()])
         torch.testing.assert_close(get_gradients(ctx)[x], 2 * x + 3)
 

@@ -307,7 +307,9 @@ def _as_if_with_history(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of a result as it is sent. Only subclasses with a history are sent with one."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not _may_require_grad(tensor):
         return tensor
-    return tensor.detach().requires_grad_()
+    sent = tensor.detach().requires_grad_()
+    vars(sent).update({name: value for name, value in vars(tensor).items() if name not in vars(sent)})
+    return sent
 
 
 def _show(forms: Sequence[tuple[Any, ...]]) -> str:
