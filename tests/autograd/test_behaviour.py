@@ -1071,7 +1071,7 @@ class Acting(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("by", ["the same group", "one before it"])
-@pytest.mark.parametrize("what", ["hook", "retained gradient", "hook of the node"])
+@pytest.mark.parametrize("what", ["hook", "retained gradient", "hook of the node", "hook of the leaf"])
 def test_a_hook_that_is_registered_during_the_pass_where_a_tensor_is_used_and_sent(
     c: Cluster, what: str, by: str
 ) -> None:
@@ -1086,6 +1086,10 @@ def test_a_hook_that_is_registered_during_the_pass_where_a_tensor_is_used_and_se
                 v.register_hook(lambda g: (seen.append(g.tolist()), g * 3)[1])
             elif what == "retained gradient":
                 v.retain_grad()
+            elif what == "hook of the leaf":
+                w.register_post_accumulate_grad_hook(
+                    lambda p: seen.append(p.grad.tolist())  # type: ignore[union-attr]
+                )
             else:
                 node: Any = v.grad_fn
                 node.register_prehook(lambda gs: (seen.append(gs[0].tolist()), (gs[0] * 3,))[1])

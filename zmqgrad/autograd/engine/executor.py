@@ -436,6 +436,8 @@ class LocalPass:
         leaf = edge[0].variable
         if self.options.origin or self._adds_in_order or self._plan.sources.get(edge, 1) > 1:
             self._accumulate_part(leaf, gradient, also_held, (OF_GROUPS, group.outgoing[edge]))
+        elif post_accumulate_hooks(leaf):  # registered since the pass began, or the leaf would wait
+            self._accumulate(edge[0], gradient, also_held)
         else:
             self.context.accumulate(leaf, gradient, also_held)
 
