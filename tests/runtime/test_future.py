@@ -193,7 +193,7 @@ def test_a_promise_that_is_dropped_drops_its_value() -> None:
 def test_ctrl_c_interrupts_a_wait_and_leaves_the_promise_usable() -> None:
     """``torch.futures.Future.wait`` blocks in C++, where Ctrl-C cannot interrupt it."""
     outcome: Promise[int] = Promise()
-    interrupted = threading.Event()
+    expected, interrupted = threading.Event(), threading.Event()
     main = threading.get_ident()
 
     def once(number: int, frame: object) -> None:
@@ -202,6 +202,7 @@ def test_ctrl_c_interrupts_a_wait_and_leaves_the_promise_usable() -> None:
             raise KeyboardInterrupt
 
     def poke() -> None:
+        expected.wait(30)
         # More than once: a signal that comes just before the wait begins is seen only at its end.
         while not interrupted.wait(0.01):
             signal.pthread_kill(main, signal.SIGINT)
@@ -211,9 +212,11 @@ def test_ctrl_c_interrupts_a_wait_and_leaves_the_promise_usable() -> None:
     poker.start()
     try:
         with pytest.raises(KeyboardInterrupt):
+            expected.set()  # not before: the exception may come at once
             outcome.wait(30)
     finally:
         interrupted.set()
+        expected.set()
         poker.join()
         signal.signal(signal.SIGINT, before)
     outcome.set_result(1)
