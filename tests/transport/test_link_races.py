@@ -255,7 +255,9 @@ def test_the_first_message_by_tcp_is_read_before_the_end(tcp_office: Office, dis
         endpoint_of(a).end(1, "lost")
     send_last(b, 1, 2)
     wait_for_disconnect(a)
-    endpoint_of(a).reader._posted.append(endpoint_of(a)._read_monitor)  # as the next step of the reader
+    listener = endpoint_of(a)._listener
+    assert listener is not None
+    endpoint_of(a).reader._posted.append(listener.read)  # as the next step of the reader
     if disconnects:
         endpoint_of(a).end(1, "its process has ended", disconnects=True)
     goes_on.set()
@@ -598,7 +600,6 @@ def test_a_forgotten_port_is_released_whatever_its_thread_does(office: Office) -
 def test_the_authenticator_is_not_closed_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ZeroMQ socket that two threads use at a time crashes the process."""
     service = ServiceThread("w0")
-    mailbox = ZmqMailbox("w0", 0, keys=load_keys("the secret of this job, of 33 bytes"))
     service.start()
     reading, go_on, closed = threading.Event(), threading.Event(), threading.Event()
     close = ZapAuthenticator.close
@@ -614,10 +615,11 @@ def test_the_authenticator_is_not_closed_while_it_is_read(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ZapAuthenticator, "read", read)
     monkeypatch.setattr(ZapAuthenticator, "close", note_and_close)
+    mailbox = ZmqMailbox("w0", 0, keys=load_keys("the secret of this job, of 33 bytes"))
     mailbox.start(lambda inbound: None, lambda peer: PeerAddress((), 0), service=service)
     assert reading.wait(20)
     mailbox.close()
-    assert mailbox.join(Deadline.after(0.1)) == ["w0-service"]
+    assert mailbox.join(Deadline.after(0.1)) == ["w0-receiver"]
     assert not closed.is_set()
     go_on.set()
     assert mailbox.join(Deadline.after(20)) == []

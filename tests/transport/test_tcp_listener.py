@@ -17,8 +17,8 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import StoreServer, TCPStore
 from zmqgrad.transport import tcp_listener
 from zmqgrad.transport.base import Inbound, PeerAddress
-from zmqgrad.transport.bind_policy import bind_tcp
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.security import ZapAuthenticator, load_keys, secure_client, secure_server
 from zmqgrad.transport.sockets import connection_fd, set_up
 from zmqgrad.transport.tcp_listener import TcpListener
@@ -29,23 +29,31 @@ KEYS = load_keys(SECRET)
 MAX_SILENT = 8
 
 
+class Jobs(Reader):
+    """Leaves its jobs to the test."""
+
+    def __init__(self) -> None:
+        super().__init__("listening", lambda: None)
+        self.jobs: list[Callable[[], object]] = []
+
+    def call_later(self, seconds: float, work: Callable[[], object]) -> None:
+        self.jobs.append(work)
+
+
 class Listening:
     """A ROUTER with a secret, read by the test."""
 
     def __init__(self) -> None:
         self.context = zmq.Context()
         assert KEYS is not None
-        self.zap = ZapAuthenticator(self.context, KEYS)
+        self.reader = Jobs()
+        self.jobs = self.reader.jobs
+        self.zap = ZapAuthenticator(self.context, KEYS, self.reader)
         self.router = self.context.socket(zmq.ROUTER)
         set_up(self.router)
         secure_server(self.router, KEYS)
-        self.jobs: list[Callable[[], None]] = []
-        self.listener = TcpListener(
-            self.router,
-            lambda fd: bind_tcp(self.router, "tcp://127.0.0.1:*", secured=True, listen_fd=fd),
-            lambda seconds, job: self.jobs.append(job),
-        )
-        self.port = int(self.listener.endpoint.rpartition(":")[2])
+        self.listener = TcpListener(self.router, "tcp://127.0.0.1:*", self.reader, secured=True)
+        self.port = self.listener.port
 
     def silent(self) -> int:
         self.zap.read()
@@ -57,8 +65,7 @@ class Listening:
         if not self.router.poll(10):
             return None
         *_, frame = self.router.recv_multipart(copy=False)
-        self.silent()
-        assert self.listener.hear(connection_fd(frame))
+        self.listener.hear(connection_fd(frame))
         return frame.bytes
 
     def stranger(self) -> socket.socket:
@@ -74,8 +81,7 @@ class Listening:
         return dealer
 
     def close(self) -> None:
-        self.listener.close()
-        self.zap.close()
+        self.reader.close()
         self.context.destroy(linger=0)
 
 
@@ -224,7 +230,7 @@ def test_a_worker_without_descriptors_keeps_its_port(
         return PeerAddress(mailboxes[peer].endpoints, mailboxes[peer].incarnation)
 
     for mailbox in mailboxes:
-        mailbox.start(arrived.append, resolve)  # type: ignore[arg-type]
+        mailbox.start(arrived.append, resolve)
     try:
         address = next(e for e in mailboxes[1].endpoints if e.startswith("tcp:"))
         mailboxes[0].send(1, StorePing("before"), 0)

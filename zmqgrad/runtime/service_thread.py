@@ -1,6 +1,6 @@
 """The service thread: runs jobs at a given time, and handlers of file descriptors, for all of a worker.
 
-Timeouts, heartbeats, authentication and the writing of what the kernel did not accept at once share it. Jobs
+Timeouts, heartbeats and the writing of what the kernel did not accept at once share it. Jobs
 and handlers must be short, and must not wait.
 
 Note [Finalizers only enqueue]: a finalizer can run at any line of any thread, while that thread holds one of

@@ -116,15 +116,7 @@ class StoreServer:
         host = self.endpoint.rpartition(":")[0]
         address = f"{host}:{self._watch_port or '*'}"
         server = self._server
-        return Publisher(
-            server.context,
-            server.incarnation,
-            address,
-            self._keys,
-            on_nonce,
-            server.register,
-            server.call_later,
-        )
+        return Publisher(server.context, server.incarnation, address, self._keys, on_nonce, server.reader)
 
     def _run(self) -> None:
         try:

@@ -145,7 +145,7 @@ class Mailbox(Protocol):
             pool: runs the tasks of the handler; None: the receiver's own thread does.
             on_end: called with the end of each link, behind its last message. Nothing is sent to or
                 received from the peer any more.
-            service: runs periodic work, heartbeats and authentication; None: the mailbox starts one.
+            service: runs periodic work and heartbeats; None: the mailbox starts one.
             suspected: called when a monitored peer is silent.
             on_idle: called before the reading thread blocks, so a handler can batch work.
         """

@@ -38,7 +38,7 @@ from zmqgrad.transport.links import Link, Links
 from zmqgrad.transport.local import LocalConnection, LocalListener
 from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.sockets import DISCONNECTED, connection_fd
-from zmqgrad.transport.tcp_listener import Bind, TcpListener
+from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import ArenaOffer, Chunk, LargeMessage, Manifest, Message, MessageType
@@ -125,15 +125,16 @@ class Endpoint:
         if router is not None:
             self.reader.read_router(router, self._from_router)
 
-    def listen(self, bind: Bind) -> str:
-        """Binds the ROUTER to tcp by ``bind``. Returns its address.
+    def listen(self, address: str) -> int:
+        """Binds the ROUTER to the tcp ``address``, which was checked. Returns its port.
 
-        Raises: what ``bind`` raises.
+        Raises: as :class:`~zmqgrad.transport.tcp_listener.TcpListener`.
         """
         assert self._socket is not None
-        self._listener = TcpListener(self._socket, bind, self.reader.call_later)
-        self.reader.watch(self._listener.fd, self._read_monitor)
-        return self._listener.endpoint
+        self._listener = TcpListener(
+            self._socket, address, self.reader, secured=True, on_event=self._on_connection_event
+        )
+        return self._listener.port
 
     def start(self, handler: Handler, pool: ThreadPool | None = None, on_idle: OnIdle | None = None) -> None:
         """Starts to read. Arguments as :meth:`~zmqgrad.transport.base.Mailbox.start`."""
@@ -142,8 +143,6 @@ class Endpoint:
         self.reader.start(None if pool is None else pool.serve_from)
 
     def _close_sockets(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
         if self._socket is not None:
             self._socket.close(linger=0)
 
@@ -169,7 +168,8 @@ class Endpoint:
             first, route = socket.recv(), known
         frames: Sequence[Buffer] = self._rest() if socket.getsockopt(_RCVMORE) else ()
         if known is None:
-            self._hear(route.fd)
+            assert self._listener is not None
+            self._listener.hear(route.fd)
         return self._handle(first, frames, route)
 
     def take_bulk(self, first: bytes, frames: Sequence[Buffer]) -> None:
@@ -181,12 +181,6 @@ class Endpoint:
         task = self._handle(first, frames, path)
         if task is not None:
             self.reader.tasks.append(task)
-
-    def _hear(self, fd: int) -> None:
-        """Notes the first message of a connection."""
-        if self._listener is not None and fd >= 0:
-            self._read_monitor()
-            self._listener.hear(fd)
 
     def _rest(self) -> list[Buffer]:
         """Receives the frames after the first without a copy; they are writable."""
@@ -469,12 +463,10 @@ class Endpoint:
         link.paths.discard(self._bulk)
         self._end_if_done(link)
 
-    def _read_monitor(self) -> None:
-        assert self._listener is not None
-        gone = [fd for kind, fd in self._listener.read() if kind == DISCONNECTED]
-        if gone:
+    def _on_connection_event(self, kind: int, fd: int) -> None:
+        if kind == DISCONNECTED:
             # The first message of a connection, which makes its route, may still be unread.
-            self._disconnected.update(gone)
+            self._disconnected.add(fd)
             self.reader.call_when_empty(self._close_disconnected)
 
     def _end_if_done(self, link: Link) -> None:

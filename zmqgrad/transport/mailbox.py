@@ -14,6 +14,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,6 @@ import zmq
 from zmqgrad.errors import ClosedError, TransportError, ZmqgradError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
-from zmqgrad.runtime.future import Promise
-from zmqgrad.runtime.polling import READ
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
@@ -40,7 +39,7 @@ from zmqgrad.transport.base import (
     Resolver,
     text_of_loss,
 )
-from zmqgrad.transport.bind_policy import bind_tcp, tcp_address
+from zmqgrad.transport.bind_policy import tcp_address
 from zmqgrad.transport.data_plane import DATA_PLANE_TYPES, DataPlane
 from zmqgrad.transport.endpoint import PROCESS_ENDED, Endpoint
 from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
@@ -140,7 +139,6 @@ class ZmqMailbox(Mailbox):
         self._on_end: OnEnd = _ignore_end
         self._timeouts = timeouts
         self._keys = keys
-        self._zap: ZapAuthenticator | None = None
         self._heartbeats: HeartbeatMonitor | None = None
         self._refused: set[int] = set()  # peers that were told that their link has ended
         self._plane = DataPlane(name, arena, inflight, self.notify)
@@ -168,29 +166,22 @@ class ZmqMailbox(Mailbox):
         self._service: ServiceThread | None = None
         self._own_service: ServiceThread | None = None
         self._run_in_pool: Callable[[Task], None] = _run
-        self._router: zmq.Socket[bytes] | None = None
-        try:
-            self._open(tcp_host, advertised, fast_path)
-        except BaseException:
-            self._abandon()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._context.term)
+            self._open(tcp_host, advertised, fast_path, undo)
+            undo.pop_all()
 
-    def _abandon(self) -> None:
-        """Closes what a failed constructor has opened."""
-        if self._zap is not None:
-            self._zap.close()
-        if self._router is not None:
-            self._router.close(linger=0)
-        self._context.term()
-
-    def _open(self, tcp_host: str | None, advertised: str | None, fast_path: bool) -> None:
+    def _open(self, tcp_host: str | None, advertised: str | None, fast_path: bool, undo: ExitStack) -> None:
+        """Opens all sockets. ``undo`` closes them after an error."""
         endpoint = local.abstract_endpoint("worker")
+        router: zmq.Socket[bytes] | None = None
         if tcp_host is not None:
-            self._router = self._context.socket(zmq.ROUTER)
-            set_up_unbounded(self._router)
+            router = self._context.socket(zmq.ROUTER)
+            undo.callback(router.close, linger=0)
+            set_up_unbounded(router)
         self._endpoint = Endpoint(
             self._name,
-            self._router,
+            router,
             partial(self._listen, channel_endpoint(endpoint)) if fast_path else None,
             self._links,
             self._plane,
@@ -200,16 +191,23 @@ class ZmqMailbox(Mailbox):
             self._refuse,
             self._spin_budget,
         )
+        undo.callback(self._endpoint.reader.close)
         self._endpoints: tuple[str, ...] = (endpoint,) if fast_path else ()
-        if tcp_host is not None:
-            self._endpoints += (self._bind(tcp_host, advertised),)
+        zap: ZapAuthenticator | None = None
+        if router is not None and tcp_host is not None:
+            if self._keys is not None:
+                zap = ZapAuthenticator(self._context, self._keys, self._endpoint.reader)
+                secure_server(router, self._keys)
+            # Whoever chose the address has checked it: see worker_address().
+            port = self._endpoint.listen(tcp_address(tcp_host, "*"))
+            self._endpoints += (tcp_address(advertised or tcp_host, port),)
         self._sealed = SealedTransport(
             self._name,
             self.incarnation,
             self._context,
             tcp_host,
             self._keys is not None,
-            self._zap,
+            zap,
             self._sessions,
             self._plane.reassembler,
             self.notify,
@@ -251,18 +249,6 @@ class ZmqMailbox(Mailbox):
         if self._service is not None:
             self._service.call_later(seconds, job)
 
-    def _bind(self, tcp_host: str, advertised: str | None) -> str:
-        router = self._router
-        assert router is not None
-        if self._keys is not None:
-            self._zap = ZapAuthenticator(self._context, self._keys)
-            secure_server(router, self._keys)
-        address = tcp_address(tcp_host, "*")
-        # Whoever chose the address has checked it: see worker_address().
-        bound = self._endpoint.listen(lambda fd: bind_tcp(router, address, secured=True, listen_fd=fd))
-        port = bound.rpartition(":")[2]
-        return tcp_address(advertised or tcp_host, port)
-
     @property
     def endpoints(self) -> tuple[str, ...]:
         """The addresses at which peers reach this mailbox: ipc, tcp, and the heartbeat endpoint last."""
@@ -284,9 +270,6 @@ class ZmqMailbox(Mailbox):
         self._service = service
         if pool is not None:
             self._run_in_pool = pool.submit
-        if self._zap is not None:
-            service.watch(self._zap.fd, READ, lambda _: self._read_zap())
-            service.call_soon(self._read_zap)
         if on_end is not None:
             self._on_end = on_end
             self._heartbeats = HeartbeatMonitor(
@@ -304,10 +287,6 @@ class ZmqMailbox(Mailbox):
         self._links.resolve = resolve
         self._handler = handler
         self._endpoint.start(self._received, pool, on_idle)
-
-    def _read_zap(self) -> None:
-        assert self._zap is not None
-        self._zap.read()
 
     def _submit(self, task: Task) -> None:
         """Runs what may have to wait for the store elsewhere; not at all, if the worker is closing."""
@@ -560,31 +539,11 @@ class ZmqMailbox(Mailbox):
             return [f"{self._name}-channels"]
         for link in self._links.all():
             self._links.shut(link)  # a send that raced with close may have connected
-        if not self._close_zap(deadline):
-            return [f"{self._name}-service"]
         # term() has no timeout, and would wait for a socket that was left open.
         ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
         ending.start()
         ending.join(deadline.timeout())
         return [ending.name] if ending.is_alive() else []
-
-    def _close_zap(self, deadline: Deadline) -> bool:
-        """Closes the authenticator in the thread that reads it. Returns whether that happened in time."""
-        zap, service = self._zap, self._service
-        if zap is None:
-            return True
-        if service is None or not service.join(Deadline.after(0)):  # nobody reads it
-            zap.close()
-            return True
-        closed: Promise[None] = Promise()
-
-        def close() -> None:
-            service.unwatch(zap.fd)
-            zap.close()
-            closed.set_result(None)
-
-        service.call_soon(close)
-        return closed.wait_done(deadline.timeout())
 
     def statistics(self) -> dict[str, Any]:
         """Returns messages and bytes in and out, by path, and the state of arena, credit and sessions.

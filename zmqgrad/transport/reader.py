@@ -77,7 +77,8 @@ class Reader:
         self.malformed = 0
         """How many malformed messages have arrived."""
         self._name = name
-        self._on_closed = on_closed
+        self.at_end: list[Callable[[], object]] = [on_closed]
+        """Called when it has ended, the last first."""
         self._now = clock.now
         self._poller = make_leader_poller(budget)
         self.wait_for_lead, self.try_lead = self._poller.wait_for_lead, self._poller.try_lead
@@ -262,7 +263,8 @@ class Reader:
             return
         if self._local is not None:
             self._local.close()
-        self._on_closed()
+        while self.at_end:
+            self.at_end.pop()()
         self._poller.close()
         del self._watched[self._wakeup.fd]
         self._wakeup = SPENT

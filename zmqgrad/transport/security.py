@@ -24,6 +24,7 @@ from zmq.utils import z85
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.sockets import get_int
 from zmqgrad.transport.user_token import read_token
 
@@ -247,9 +248,9 @@ def password_client(socket: zmq.Socket[bytes], password: bytes) -> None:
 
 
 class ZapAuthenticator:
-    """Authenticates the peers of all sockets of ``context``, in the thread of ``service``."""
+    """Authenticates the peers of all sockets of ``context``. Read by ``reader``, and closed with it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys, reader: Reader) -> None:
         self._client_key = keys.client.public
         self.passwords: set[bytes] = set()
         """Admitted at sockets of :func:`password_server`."""
@@ -260,11 +261,12 @@ class ZapAuthenticator:
         except BaseException:
             self._socket.close()
             raise
-        self.fd = get_int(self._socket, zmq.FD)
-        """Readable when there may be requests: then call :meth:`read`."""
+        reader.at_end.append(self.close)
+        reader.watch(get_int(self._socket, zmq.FD), self.read)
+        reader.post(self.read)  # its descriptor does not report what came before
 
     def read(self) -> None:
-        """Replies to all requests. Must be called once before ``fd`` is polled."""
+        """Replies to all requests."""
         try:
             while not self._socket.closed:
                 # RFC 27: version, request, domain, address, identity, mechanism, credentials
@@ -286,5 +288,5 @@ class ZapAuthenticator:
         return mechanism == b"CURVE" and credentials == [self._client_key]
 
     def close(self) -> None:
-        """Closes the socket. Called in the thread that reads, or after it has ended. Idempotent."""
+        """Closes the socket. Idempotent."""
         self._socket.close(linger=0)

@@ -19,14 +19,9 @@ from collections.abc import Callable
 import zmq
 
 from zmqgrad.errors import TransportError
-from zmqgrad.transport.sockets import (
-    ACCEPT_FAILED,
-    ACCEPTED,
-    DISCONNECTED,
-    LISTENING,
-    SocketEvent,
-    SocketMonitor,
-)
+from zmqgrad.transport.bind_policy import bind_tcp
+from zmqgrad.transport.reader import Reader
+from zmqgrad.transport.sockets import ACCEPT_FAILED, ACCEPTED, DISCONNECTED, LISTENING, SocketMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -36,35 +31,40 @@ MAX_SILENT = 512
 PAUSE_SECONDS = 1.0
 """How long nothing is accepted after the process ran out of file descriptors."""
 
-Bind = Callable[[int | None], str]
-"""Binds the socket, at a descriptor that listens already or (None) at a new one; returns the endpoint."""
+OnEvent = Callable[[int, int], object]
+"""Called with the kind of a connection's event, and its value: see :mod:`~zmqgrad.transport.sockets`."""
 
 
 class TcpListener:
-    """Binds ``socket`` by ``bind``, and watches its connections. Used by the thread that reads the socket.
+    """Binds ``socket`` to ``address``, and watches its connections, in the thread of ``reader``.
 
     Args:
-        call_later: runs a job later, in that thread.
-        listen_fd: a descriptor to bind it at first, if there is one.
-        events: further events that :meth:`read` returns, as a sum of constants of
-            :mod:`~zmqgrad.transport.sockets`.
+        reader: reads the socket; closes this when it has ended.
+        secured, listen_fd: as :func:`~zmqgrad.transport.bind_policy.bind_tcp`.
+        on_event: called with each event.
+        events: the kinds of further events, as a sum.
 
     Raises:
-        OSError, TransportError: what ``bind`` raises, or if no descriptor is left.
+        AddressInUseError, ConfigurationError: as :func:`bind_tcp`.
+        TransportError: as :func:`bind_tcp`, or if no descriptor is left.
     """
 
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        bind: Bind,
-        call_later: Callable[[float, Callable[[], None]], object],
+        address: str,
+        reader: Reader,
         *,
+        secured: bool,
         listen_fd: int | None = None,
+        on_event: OnEvent | None = None,
         events: int = 0,
     ) -> None:
         self._socket = socket
-        self._bind = bind
-        self._call_later = call_later
+        self._address = address
+        self._reader = reader
+        self._secured = secured
+        self._on_event = on_event or _ignore
         self._is_bound = True
         self._copy = -1  # of the descriptor that libzmq listens at
         self._spare = -1  # a descriptor for a copy of any other
@@ -73,42 +73,44 @@ class TcpListener:
         self._silent: dict[int, None] = {}  # those that have not sent a message, oldest first
         self._cut: set[int] = set()  # those that libzmq is about to close
         self._monitor = SocketMonitor(socket, LISTENING | ACCEPTED | ACCEPT_FAILED | DISCONNECTED | events)
-        self.fd = self._monitor.fd
-        """Readable when there may be events: then call :meth:`read`."""
         try:
-            self.endpoint = bind(listen_fd)
+            self.endpoint = bind_tcp(socket, address, secured=secured, listen_fd=listen_fd)
             self.port = int(self.endpoint.rpartition(":")[2])
             self.read()  # the first event names the descriptor, which libzmq has not closed yet
-        except BaseException:
+        except BaseException as e:
             self.close()
+            if isinstance(e, OSError):
+                raise TransportError(f"cannot listen on {address}: {e.strerror}") from e
             raise
+        reader.at_end.append(self.close)
+        reader.watch(self._monitor.fd, self.read)
 
     @property
     def silent(self) -> int:
         """How many connections have not sent a message yet."""
         return len(self._silent)
 
-    def read(self) -> list[SocketEvent]:
-        """Returns all events. Counts connections, and cuts some if there are too many."""
-        found: list[SocketEvent] = []
+    def read(self) -> None:
+        """Handles all events. Counts connections, and cuts some if there are too many."""
         tried = False
         while events := self._monitor.read():
-            for event in events:
-                if event.kind == ACCEPT_FAILED:
-                    if not self._cut and self._is_bound:
-                        # At most once: libzmq reports failures as fast as they are read.
-                        found += self._pause() if tried else self._cut_all()
-                        tried = True
-                    continue
-                found.append(event)
-                self._count(event)
+            for kind, value in events:
+                if kind != ACCEPT_FAILED:
+                    self._count(kind, value)
+                    self._on_event(kind, value)
+                elif not self._cut and self._is_bound:
+                    # At most once: libzmq reports failures as fast as they are read.
+                    if tried or not self._silent:
+                        self._pause()
+                    else:
+                        self._warn("no more file descriptors; closed the connections that have sent nothing")
+                        self._cut_oldest(len(self._silent))
+                    tried = True
             if len(self._silent) > MAX_SILENT:  # now, as more may arrive for as long as events are read
                 self._warn("too many connections have sent nothing; closed the oldest")
                 self._cut_oldest(len(self._silent) - MAX_SILENT)
-        return found
 
-    def _count(self, event: SocketEvent) -> None:
-        kind, fd = event
+    def _count(self, kind: int, fd: int) -> None:
         if kind == ACCEPTED:
             self._on_accepted(fd)
         elif kind == DISCONNECTED:
@@ -130,22 +132,10 @@ class TcpListener:
         self._silent.pop(fd, None)
         self._cut.discard(fd)
 
-    def hear(self, fd: int) -> bool:
-        """Notes that a message has arrived by the connection with descriptor ``fd``.
-
-        Returns:
-            False if it is not known that it was accepted: then :meth:`read` first.
-        """
+    def hear(self, fd: int) -> None:
+        """Notes that a message has arrived by the connection with descriptor ``fd``."""
+        self.read()  # that it was accepted, and perhaps that another one, with that descriptor, has ended
         self._silent.pop(fd, None)
-        return fd in self._open
-
-    def _cut_all(self) -> list[SocketEvent]:
-        """Makes room for descriptors. Returns the ends that libzmq does not report."""
-        if not self._silent:
-            return self._pause()
-        self._warn("no more file descriptors; closed the connections that have sent nothing")
-        self._cut_oldest(len(self._silent))
-        return []
 
     def _cut_oldest(self, count: int) -> None:
         """Ends connections; libzmq then closes them. Needs no new descriptor."""
@@ -179,14 +169,14 @@ class TcpListener:
         logger.log(level, "%s: %s", self.endpoint, why)
         self._warned.add(why)
 
-    def _pause(self) -> list[SocketEvent]:
-        """Accepts nothing for a while. Returns the ends of all connections, which libzmq does not report."""
-        ended = [SocketEvent(DISCONNECTED, fd) for fd in self._open]
+    def _pause(self) -> None:
+        """Accepts nothing for a while. Ends all connections, which libzmq does not report."""
         self._socket.unbind(self.endpoint)
         self._is_bound = False
-        self._call_later(PAUSE_SECONDS, self._resume)
+        self._reader.call_later(PAUSE_SECONDS, self._resume)
         self._warn("no more file descriptors; peers have to wait until others have left")
-        return ended
+        for fd in self._open:
+            self._on_event(DISCONNECTED, fd)
 
     def _resume(self) -> None:
         """Accepts connections again if the process has file descriptors."""
@@ -196,11 +186,11 @@ class TcpListener:
             self.read()
             for fd in list(self._open):
                 self._forget(fd)  # accepted before libzmq gave up the address, and closed then
-            self._bind(copy)
+            bind_tcp(self._socket, self._address, secured=self._secured, listen_fd=copy)
             self._is_bound = True
         except (OSError, TransportError) as e:
             logger.debug("%s: cannot accept connections yet: %s", self.endpoint, e)
-            self._call_later(PAUSE_SECONDS, self._resume)
+            self._reader.call_later(PAUSE_SECONDS, self._resume)
             if copy >= 0:
                 os.close(copy)
 
@@ -211,3 +201,7 @@ class TcpListener:
             if fd >= 0:
                 os.close(fd)
         self._copy = self._spare = -1
+
+
+def _ignore(kind: int, value: int) -> None:
+    """The default of ``on_event``."""

@@ -29,14 +29,9 @@ class Publishing:
         self.nonces: queue.Queue[str] = queue.Queue()
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._server = QueryServer("publishing", LOOPBACK, keys=keys)
+        server = self._server
         self.publisher = Publisher(
-            self._server.context,
-            self._server.incarnation,
-            LOOPBACK,
-            keys,
-            self.nonces.put,
-            self._server.register,
-            self._server.call_later,
+            server.context, server.incarnation, LOOPBACK, keys, self.nonces.put, server.reader
         )
         self._thread = threading.Thread(target=self._server.serve, args=(self,), daemon=True)
         self._thread.start()

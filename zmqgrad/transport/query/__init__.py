@@ -5,7 +5,6 @@
     pending.py     pure: which message is the reply, and when to repeat the query
     dealer.py      a DEALER, and what its handshakes reveal about the server
     server.py      QueryServer: one reader of a ROUTER and a local listener
-    router.py      the server's ROUTER: binds it, and counts connections
     admission.py   pure: which clients are connected, and the limit on their number
     publisher.py   notifications: the server's XPUB          subscriber.py   and the client's SUB
     sockets.py     options of all these sockets, and the context that clients share

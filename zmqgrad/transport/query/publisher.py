@@ -15,8 +15,8 @@ import zmq
 
 from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.transport import tap as tapping
-from zmqgrad.transport.bind_policy import bind_tcp
 from zmqgrad.transport.query.sockets import set_up_query_socket
+from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.security import Keys, secure_server
 from zmqgrad.transport.sockets import NOBLOCK, NOBLOCK_MORE, connection_fd, get_int
 from zmqgrad.transport.tap import Identity, Tracer
@@ -43,11 +43,11 @@ class Publisher:
         incarnation: of the server.
         address: tcp address to listen on; port ``*`` lets the system choose one.
         on_nonce: called with each nonce that a client subscribes to.
-        watch: makes the server's thread call a function whenever a file descriptor is readable.
-        call_later: runs a job later, in the server's thread.
+        reader: that of the server.
 
     Raises:
-        AddressInUseError, ConfigurationError, TransportError: as ``bind_tcp``.
+        AddressInUseError, ConfigurationError, TransportError: as
+            :class:`~zmqgrad.transport.tcp_listener.TcpListener`.
     """
 
     def __init__(
@@ -57,8 +57,7 @@ class Publisher:
         address: str,
         keys: Keys | None,
         on_nonce: Callable[[str], None],
-        watch: Callable[[int, Callable[[], object]], None],
-        call_later: Callable[[float, Callable[[], None]], object],
+        reader: Reader,
     ) -> None:
         self.published = 0
         """How many notifications were published."""
@@ -72,18 +71,13 @@ class Publisher:
             if keys is not None:
                 secure_server(self._socket, keys)
             secured = keys is not None and keys.from_secret
-            self._listener = TcpListener(
-                self._socket,
-                lambda fd: bind_tcp(self._socket, address, secured=secured, listen_fd=fd),
-                call_later,
-            )
+            self._listener = TcpListener(self._socket, address, reader, secured=secured)
         except BaseException:
             self._socket.close(linger=0)
             raise
         self.endpoint = self._listener.endpoint
-        self.port = int(self.endpoint.rpartition(":")[2])
-        watch(get_int(self._socket, zmq.FD), self.read)
-        watch(self._listener.fd, self._listener.read)
+        self.port = self._listener.port
+        reader.watch(get_int(self._socket, zmq.FD), self.read)
         self.tracer: Tracer | None = None
         tapping.register(self)
 
@@ -106,7 +100,6 @@ class Publisher:
     def read(self) -> None:
         """Reads subscriptions."""
         self._unread = False
-        self._listener.read()
         try:
             while True:
                 frame = self._socket.recv(NOBLOCK, copy=False)
@@ -142,5 +135,4 @@ class Publisher:
     def close(self) -> None:
         """Closes the socket. Idempotent."""
         tapping.unregister(self)
-        self._listener.close()
         self._socket.close(linger=0)

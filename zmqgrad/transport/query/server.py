@@ -27,11 +27,20 @@ from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
 from zmqgrad.transport.query import spin_budget
 from zmqgrad.transport.query.admission import Admission
-from zmqgrad.transport.query.router import MAX_UNREAD_REPLIES, RouterSocket
+from zmqgrad.transport.query.sockets import set_up_query_socket
 from zmqgrad.transport.reader import Reader
-from zmqgrad.transport.security import Keys, local_key, store_endpoint
-from zmqgrad.transport.sockets import connection_fd, joined
+from zmqgrad.transport.security import Keys, ZapAuthenticator, local_key, secure_server, store_endpoint
+from zmqgrad.transport.sockets import (
+    ACCEPTED,
+    DISCONNECTED,
+    HANDSHAKE_FAILED,
+    NOBLOCK_MORE,
+    connection_fd,
+    joined,
+    send_split,
+)
 from zmqgrad.transport.tap import Identity, Tracer
+from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode_query, encode
 from zmqgrad.wire.frames import MESSAGE_ID, Envelope, read_envelope, write_message_id
 from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePing, StorePong, StoreRefused
@@ -40,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 16_384
 """Default limit of the number of clients; a store counts once for each thread that uses it."""
+
+MAX_UNREAD_REPLIES = 16
+"""Replies that may wait for one client. It has a single query at a time, and a ping."""
 
 LINGER_MS = 500
 """How long the last replies may take to leave when the server stops."""
@@ -112,32 +124,38 @@ class QueryServer:
         self._service: Service | None = None
         self.tracer: Tracer | None = None
         self._admission = Admission(max_clients)
-        self._reader = Reader(name, self._close, spin_budget(), clock)
-        self.register = self._reader.watch
-        """Makes the server's thread call a function whenever a file descriptor is readable."""
-        self.call_later = self._reader.call_later
-        """Runs a job later, in the server's thread."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-        self._router: RouterSocket | None = None
+        self._router = self.context.socket(zmq.ROUTER)
+        self.reader = Reader(name, self._close, spin_budget(), clock)
+        """Reads in the server's thread."""
+        self.endpoint = address  # and with its port, once it is bound
+        secured = keys is not None and keys.from_secret
         try:
-            router = self._router = RouterSocket(
-                self.context, address, keys, listen_fd, self._admission, self._reader.call_later
+            set_up_query_socket(self._router)
+            self._router.router_mandatory = True
+            self._router.sndhwm = self._router.rcvhwm = MAX_UNREAD_REPLIES
+            if keys is not None:
+                ZapAuthenticator(self.context, keys, self.reader)
+                secure_server(self._router, keys)
+            self._listener = TcpListener(
+                self._router,
+                address,
+                self.reader,
+                secured=secured,
+                listen_fd=listen_fd,
+                on_event=self._on_connection_event,
+                events=HANDSHAKE_FAILED,
             )
+            self.endpoint, self.port = self._listener.endpoint, self._listener.port
             self._local: LocalListener | None = None
             if fast_path and local.supported():
-                self._local = self._open_local(max_clients, keys, router.endpoint)
+                self._local = self._open_local(max_clients, keys, self.endpoint)
         except BaseException:
-            self._reader.close()
+            self.reader.close()
             raise
         self._backlogged = set() if self._local is None else self._local.backlogged
-        self.endpoint = router.endpoint
-        self._send_by_router = router.send
-        self._receive_by_router = router.socket.recv_multipart
-        self._reader.read_router(router.socket, self._from_router)
-        self._reader.watch(router.monitor_fd, self._read_monitor)
-        if router.zap is not None:
-            self._reader.watch(router.zap.fd, router.zap.read)
-            self._reader.post(router.zap.read)  # its descriptor does not report what came before
+        self._receive_by_router = self._router.recv_multipart
+        self.reader.read_router(self._router, self._from_router)
         tapping.register(self)
 
     def identity(self) -> Identity:
@@ -155,13 +173,13 @@ class QueryServer:
         return None
 
     def _listen(self, endpoint: str, max_clients: int, keys: Keys | None) -> LocalListener:
-        return self._reader.listen(
+        return self.reader.listen(
             lambda poll: LocalListener(
                 endpoint,
                 poll,
                 local_key(keys, b""),
                 self.incarnation,
-                self._reader.call_later,
+                self.reader.call_later,
                 max_connections=max_clients,
                 bursts=False,
                 accepts_newcomers=lambda: not (self.refuses_newcomers or self._ending),
@@ -170,14 +188,9 @@ class QueryServer:
         )
 
     @property
-    def port(self) -> int:
-        """The tcp port."""
-        return int(self.endpoint.rpartition(":")[2])
-
-    @property
     def malformed(self) -> int:
         """How many messages were malformed, and how many handshakes failed."""
-        return self._reader.malformed
+        return self.reader.malformed
 
     @property
     def clients(self) -> int:
@@ -187,7 +200,7 @@ class QueryServer:
     @property
     def pending(self) -> int:
         """How many tcp connections have not sent a query yet."""
-        return 0 if self._router is None else self._router.silent
+        return self._listener.silent
 
     # ---- the thread -------------------------------------------------------------------------------------
 
@@ -199,17 +212,17 @@ class QueryServer:
             self._serving = True
         self._service = service
         self._handle_query = service.handle
-        self._reader.on_idle = service.settle
+        self.reader.on_idle = service.settle
         try:
-            self._reader.run()
+            self.reader.run()
         finally:
-            self._reader.shut()  # after an error of the service
+            self.reader.shut()  # after an error of the service
 
     def wake_by(self, moment: float) -> None:
         """Makes the server call the service's ``do_due`` no later than ``moment``. Server's thread only."""
         if moment < self._due:
             self._due = moment
-            self._reader.call_at(moment, partial(self._do_due, moment))
+            self.reader.call_at(moment, partial(self._do_due, moment))
 
     def _do_due(self, moment: float) -> None:
         if moment == self._due:  # else it was called earlier
@@ -229,29 +242,28 @@ class QueryServer:
             self._stopped = True
             self._drained_by = self._clock.now() + drain_seconds
             if self._serving:
-                self._reader.post(self._end)
+                self.reader.post(self._end)
             else:
-                self._reader.close()
+                self.reader.close()
 
     def _end(self) -> None:
         self._ending = True
-        self._reader.on_idle = self._end_if_drained
-        self._reader.call_at(self._drained_by, _nothing)  # then it is idle again, and looks
+        self.reader.on_idle = self._end_if_drained
+        self.reader.call_at(self._drained_by, _nothing)  # then it is idle again, and looks
 
     def _end_if_drained(self) -> None:
         assert self._service is not None
         self._service.settle()
         if not self.clients or self._clock.now() >= self._drained_by:
             self._service.stopping()
-            self._reader.close()
+            self.reader.close()
 
     def _close(self) -> None:
         """Closes all sockets but those of the listener."""
         tapping.unregister(self)
         if self._service is not None:
             self._service.stopped()
-        if self._router is not None:
-            self._router.close(LINGER_MS)
+        self._router.close(LINGER_MS)
         self.context.term()  # waits until the last replies have left, or for LINGER_MS
 
     # ---- receiving --------------------------------------------------------------------------------------
@@ -304,11 +316,14 @@ class QueryServer:
         self.reply(route, request_id, StoreRefused(Refusal.INVALID, str(error)))
 
     def _count_malformed(self, address: str, error: object) -> None:
-        self._reader.count_malformed(address, f"query from {address} at {self.endpoint} ({error})")
+        self.reader.count_malformed(address, f"query from {address} at {self.endpoint} ({error})")
 
-    def _read_monitor(self) -> None:
-        assert self._router is not None
-        for _ in range(self._router.read_events()):
+    def _on_connection_event(self, kind: int, value: int) -> None:
+        if kind == ACCEPTED:
+            self._admission.on_accepted(value)
+        elif kind == DISCONNECTED:
+            self._admission.on_disconnected(value)
+        elif kind & HANDSHAKE_FAILED:
             self._count_malformed("tcp", "a handshake failed: no ZeroMQ, or another secret")
 
     def _on_ping(
@@ -320,9 +335,7 @@ class QueryServer:
             self._admission.add_local(route, client_id)
         else:
             fd = connection_fd(frame)
-            self._read_monitor()
-            assert self._router is not None
-            self._router.hear(fd)
+            self._listener.hear(fd)
         if self.refuses_newcomers or self._ending:
             return  # it will find the next server here when this one has closed the connection
         if frame is not None and not self._admission.admit_tcp(client_id, fd):
@@ -356,8 +369,9 @@ class QueryServer:
             self.tracer.tap(True, 0, envelope, message, len(data), monotonic_ns())
         try:
             if isinstance(route, bytes):
-                self._reader.at_router = True
-                self._send_by_router(route, data)
+                self.reader.at_router = True
+                self._router.send(route, NOBLOCK_MORE)
+                send_split(self._router, data)
             else:
                 if len(data) > MAX_PACKET_BYTES:
                     refusal = StoreRefused(Refusal.TOO_LARGE, f"{len(data)} bytes")

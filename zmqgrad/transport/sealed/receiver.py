@@ -23,7 +23,7 @@ import zmq
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.transport.base import Buffer
-from zmqgrad.transport.bind_policy import bind_tcp, tcp_address
+from zmqgrad.transport.bind_policy import tcp_address
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.sealed.records import AVAILABLE, KEY_BYTES, Cipher, Head, NullCipher, read_head
@@ -104,7 +104,7 @@ class ChannelReceiver:
         self._reader: Reader | None = None
         # Used by its thread:
         self._router: zmq.Socket[bytes]
-        self._listener: TcpListener | None = None
+        self._listener: TcpListener
         self._acknowledges_at = math.inf
         self.refused = 0
         self.keys_dropped = 0
@@ -142,29 +142,24 @@ class ChannelReceiver:
             return f"{self._name} does not listen on tcp"
         if self._zap is not None and not AVAILABLE:
             return f"{self._name} has no package cryptography"
-        reader = Reader(f"{self._name}-bulk", self._close_sockets)
         self._router = router = self._context.socket(zmq.ROUTER)
+        reader = Reader(f"{self._name}-bulk", partial(router.close, linger=0))
         try:
             set_up(router)
             router.rcvhwm = MAX_QUEUED_RECORDS
             use_io_thread(router, bulk=True)
             if self._zap is not None:
                 password_server(router)
-            address = tcp_address(self._host, "*")
-            self._listener = listener = TcpListener(
-                router,
-                lambda fd: bind_tcp(router, address, secured=True, listen_fd=fd),  # as the mailbox's
-                reader.call_later,
-            )
-        except (OSError, TransportError) as e:
+            address = tcp_address(self._host, "*")  # as the mailbox's
+            self._listener = TcpListener(router, address, reader, secured=True)
+        except TransportError as e:
             reader.close()
             logger.warning("%s cannot receive large messages by channels: %s", self._name, e)
             return str(e)
         bytearray(MALLOC_REUSES_BYTES)  # once one is freed, glibc keeps blocks of this size and less
         if self._zap is not None:
             self._zap.passwords.add(self._token)
-        self._port = listener.port
-        reader.watch(listener.fd, listener.read)
+        self._port = self._listener.port
         reader.read_router(router, self._receive)
         self._reader = reader
         reader.start()
@@ -195,7 +190,7 @@ class ChannelReceiver:
             if channel is None:
                 raise ProtocolError(f"unknown channel {head.channel:#x}")
             self._open(channel, head, record)
-            self._hear(connection_fd(frames[1]))
+            self._listener.hear(connection_fd(frames[1]))  # a record that came by it was opened
             self._acknowledge_at(channel.incoming.due)
         except ProtocolError as e:
             self._refuse(e)
@@ -203,13 +198,6 @@ class ChannelReceiver:
                 self._drop(channel)
         except Exception:
             logger.exception("%s: handling a sealed record failed", self._name)
-
-    def _hear(self, fd: int) -> None:
-        """Notes that a connection belongs to a peer: a record that came by it was opened."""
-        assert self._listener is not None
-        if not self._listener.hear(fd):
-            self._listener.read()
-            self._listener.hear(fd)
 
     def _open(self, channel: _Channel, head: Head, record: Sequence[Buffer]) -> None:
         incoming, cipher, now = channel.incoming, channel.cipher, MONOTONIC.now()
@@ -291,11 +279,6 @@ class ChannelReceiver:
         with self._lock:
             for number in [n for n, channel in self._channels.items() if channel.peer == peer]:
                 del self._channels[number]
-
-    def _close_sockets(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        self._router.close(linger=0)
 
     def join(self, deadline: Deadline) -> list[str]:
         """Ends reading, when no more channels can open. Returns a name if it goes on after ``deadline``."""
