@@ -57,8 +57,8 @@ PARTIAL_TYPES = frozenset({MessageType.ARENA_OFFER, MessageType.CHUNK, MessageTy
 _RCVMORE = int(zmq.RCVMORE)
 
 
-Accept = Callable[[Envelope, int], bool]
-"""(envelope, bytes of the whole message) -> whether to deliver it."""
+Accept = Callable[[Link, Envelope, int], bool]
+"""(link, envelope, bytes of the whole message) -> whether to deliver it."""
 
 
 class _Route:
@@ -305,7 +305,7 @@ class Endpoint:
                 self._refuse_ended(link)
             return False
         if envelope.sequence or envelope.acknowledged:
-            return self._accept(envelope, size)
+            return self._accept(link, envelope, size)
         return True
 
     def _on_offer(self, peer: int, offer: ArenaOffer, path: LocalConnection | _Route) -> None:
@@ -328,7 +328,7 @@ class Endpoint:
         except ProtocolError:
             return  # not from a worker
         if isinstance(path, _Route) and envelope.sequence:
-            self._accept(envelope, len(first))
+            self._accept(self._links.to(envelope.source), envelope, len(first))
         if size >= MIN_COUNTED_BYTES:
             self._plane.count_consumed(envelope, size)
 

@@ -33,6 +33,7 @@ from zmqgrad.transport.local.channels import channel_endpoint
 from zmqgrad.transport.local.connection import MAX_AHEAD, LocalConnection, Offer
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 from zmqgrad.transport.security import Keys, secure_client
+from zmqgrad.transport.session import Incoming
 from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.sockets import set_up, use_io_thread
@@ -57,6 +58,7 @@ class Link:
         "frame_bytes",
         "header_bytes",
         "incarnation",
+        "incoming",
         "local",
         "lock",
         "messages",
@@ -74,6 +76,8 @@ class Link:
         self.incarnation = 0
         self.local: LocalConnection | None = None
         self.session: SessionSocket | None = None
+        self.incoming: dict[int, Incoming] = {}
+        """The receiving half of its session, by incarnation: there may be late messages of one before."""
         self.channels: dict[int, LocalConnection] = {}
         """Connections to the reply channels of the peer, by number."""
         self.messages = 0
@@ -145,6 +149,7 @@ class Links:
         self._lock = threading.Lock()  # guards all below
         self._closed = False
         self._links: dict[int, Link] = {}
+        sessions.links = self.all
         self.known: Callable[[int], Link | None] = self._links.get
         """Returns the link to a peer; None if there is none."""
         self.same_host: set[int] = set()
@@ -225,10 +230,16 @@ class Links:
             raise _unreachable(known)
         try:
             make_socket = partial(self._dealer, "[" in endpoint)
-            link.session = self._sessions.open(link, endpoint, known.incarnation, make_socket)
+            link.session = session = SessionSocket(
+                self._name, endpoint, known.incarnation, link.lock, make_socket, self._sessions
+            )
         except zmq.ZMQError as e:
             raise TransportError(f"cannot connect to worker {link.peer} at {endpoint}: {e}") from e
         link.endpoint, link.incarnation = endpoint, known.incarnation
+        heard = list(link.incoming)  # read after the session was set: one that is heard next finds that
+        found = link.incoming.get(known.incarnation or (heard[-1] if heard else 0))
+        if found is not None:
+            session.incoming = found
 
     def _dealer(self, ipv6: bool) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -481,7 +492,7 @@ class Links:
             link.local, link.channels = None, {}
             session, link.session = link.session, None
             if session is not None:
-                self._sessions.drop(link.peer)
+                link.incoming = {}
                 session.close(linger)
 
     def _close_local(self, link: Link, connection: LocalConnection) -> None:

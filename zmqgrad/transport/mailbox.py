@@ -388,9 +388,8 @@ class ZmqMailbox(Mailbox):
         except ZmqgradError as e:
             logger.debug("%s cannot send worker %d %s: %s", self._name, peer, message, e)
 
-    def _acknowledge(self, peer: int) -> None:
+    def _acknowledge(self, link: Link) -> None:
         """Sends an acknowledgement of the session. In the service thread."""
-        link = self._links.to(peer)
         if link.session is None:
             self._submit(partial(self._open_and_acknowledge, link))  # it may have to look up the address
             return

@@ -11,14 +11,18 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import zmq
 
+from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.session import Incoming, Outgoing
 from zmqgrad.transport.sockets import CONNECT_FAILED, CONNECTED, DISCONNECTED, SocketMonitor, send_all
 from zmqgrad.wire.frames import write_session
+
+if TYPE_CHECKING:
+    from zmqgrad.transport.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +39,6 @@ UNSTABLE_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 1.0
 """Others are reopened after the first, which doubles up to the second while attempts fail."""
 
 
-class Hooks(NamedTuple):
-    """How a session has its monitor polled."""
-
-    watch: Callable[[int, SessionSocket], None]
-    """Makes the reader call :meth:`SessionSocket.on_events` whenever this descriptor is readable."""
-    unwatch: Callable[[int], None]
-    """Stops that."""
-
-
 class SessionSocket:
     """Sends to one incarnation of one peer. ``lock`` guards all attributes; callers must hold it.
 
@@ -52,7 +47,7 @@ class SessionSocket:
         endpoint: of the peer.
         target: incarnation of the peer; 0: any.
         make_socket: returns a DEALER that is ready to connect.
-        ack: an encoded message that carries only an acknowledgement.
+        sessions: of the mailbox, which has events and timeouts handled.
     """
 
     def __init__(
@@ -62,9 +57,7 @@ class SessionSocket:
         target: int,
         lock: threading.Lock,
         make_socket: Callable[[], zmq.Socket[bytes]],
-        hooks: Hooks,
-        ack: bytes,
-        now: float,
+        sessions: Sessions,
     ) -> None:
         self.outgoing: Outgoing[tuple[bytearray, Sequence[Buffer]]] = Outgoing()
         self.target = target
@@ -77,8 +70,7 @@ class SessionSocket:
         self._name = name
         self._endpoint = endpoint
         self._make_socket = make_socket
-        self._hooks = hooks
-        self._ack = ack
+        self._sessions = sessions
         self._ack_wanted = False
         self._sent = 0  # the highest number that was sent
         self._socket: zmq.Socket[bytes] | None = None
@@ -86,22 +78,23 @@ class SessionSocket:
         self._ready = False  # and the connection has not broken since
         self._backoff = UNSTABLE_SECONDS
         self._reopen_at = math.inf
-        self._open(now)
+        self._open(MONOTONIC.now())
+        sessions.sockets.add(self)
 
     def _open(self, now: float) -> None:
         self._opened_at = now
         self._reopen_at = math.inf
-        socket, watched = self._make_socket(), False
+        socket, watched, reader = self._make_socket(), False, self._sessions.reader
         try:
             socket.reconnect_ivl = NEVER
             socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED | CONNECT_FAILED)
-            self._hooks.watch(self._monitor.fd, self)
+            reader.watch(self._monitor.fd, self._read_events)
             watched = True
             socket.connect(self._endpoint)
         except BaseException:
             if watched:
-                self._hooks.unwatch(self._monitor.fd)
+                reader.unwatch(self._monitor.fd)
                 self._monitor.close()
             socket.close(linger=0)
             raise
@@ -155,7 +148,7 @@ class SessionSocket:
         self._ack_wanted = not self._ready
         if self._ready:
             try:
-                self._transmit(0, bytearray(self._ack), ())
+                self._transmit(0, bytearray(self._sessions.ack), ())
             except zmq.Again:
                 self._ready, self._ack_wanted = False, True
 
@@ -163,6 +156,13 @@ class SessionSocket:
         """Sends a message outside of the session, if there is a connection. Nothing is sent after it."""
         if self._ready and self._socket is not None:
             send_all(self._socket, first, ())
+
+    def _read_events(self) -> None:
+        """Handles the events of the monitor. In the reading thread."""
+        with self.lock:
+            self.on_events(MONOTONIC.now())
+            due = self.next_due()
+        self._sessions.arm(due)
 
     def on_events(self, now: float) -> None:
         """Handles the events of the monitor. Harmless if there are none."""
@@ -228,7 +228,7 @@ class SessionSocket:
         self._ready = self._connected = False
         socket, self._socket = self._socket, None
         if socket is not None:
-            self._hooks.unwatch(self._monitor.fd)
+            self._sessions.reader.unwatch(self._monitor.fd)
             self._monitor.close()
             socket.close(linger=linger)
 
@@ -238,5 +238,6 @@ class SessionSocket:
 
     def close(self, linger: int) -> None:
         """Stops sending; what libzmq has queued may take ``linger`` ms to leave. Idempotent."""
+        self._sessions.sockets.discard(self)
         self._reopen_at = math.inf
         self._close_socket(linger)

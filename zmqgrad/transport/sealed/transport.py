@@ -25,7 +25,7 @@ from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.sealed.receiver import ChannelReceiver
 from zmqgrad.transport.sealed.records import AVAILABLE, Cipher, NullCipher, generate_key
 from zmqgrad.transport.security import ZapAuthenticator, password_client
-from zmqgrad.transport.session_socket import Hooks, SessionSocket
+from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.sockets import send_all, set_up, use_io_thread
 from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, MessageType
@@ -54,13 +54,13 @@ class ChannelSocket(SessionSocket):
         endpoint: str,
         cipher: Cipher | NullCipher,
         make_socket: Callable[[], zmq.Socket[bytes]],
-        hooks: Hooks,
+        sessions: Sessions,
         on_connected: Callable[[], object],
     ) -> None:
         self.cipher = cipher
         self._on_connected = on_connected
         self._closed = False
-        super().__init__(name, endpoint, 0, threading.Lock(), make_socket, hooks, b"", MONOTONIC.now())
+        super().__init__(name, endpoint, 0, threading.Lock(), make_socket, sessions)
 
     def seal_and_send(self, frames: Sequence[Buffer], memory: memoryview, now: float) -> None:
         """Seals a message into ``memory`` and sends it. Sealed frames may be modified afterwards.
@@ -260,7 +260,7 @@ class SealedTransport:
             cipher = Cipher(channel.key, channel.number, self._incarnation, incarnation)
         connected = partial(channel.settled.set_result, None)
         try:
-            socket = ChannelSocket(self._name, endpoint, cipher, dealer, self._sessions.hooks, connected)
+            socket = ChannelSocket(self._name, endpoint, cipher, dealer, self._sessions, connected)
         except zmq.ZMQError as e:
             channel.fail()
             logger.warning("%s cannot open a channel to %s: %s", self._name, endpoint, e)
@@ -268,7 +268,6 @@ class SealedTransport:
         with self._lock:
             if self._channels.get(peer) is channel and not self._closed:
                 channel.socket = socket
-                self._sessions.add_channel(socket)
                 return
         with socket.lock:  # forgotten meanwhile
             socket.close(0)
@@ -336,7 +335,6 @@ class SealedTransport:
         if channel.previous is not None:
             self._end(channel.previous, linger)
         if channel.socket is not None:
-            self._sessions.remove_channel(channel.socket)
             with channel.socket.lock:
                 channel.socket.close(linger)
 
