@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqgrad import environment
-from zmqgrad.errors import AddressInUseError, ConfigurationError
+from zmqgrad.errors import AddressInUseError, ConfigurationError, TransportError
 from zmqgrad.store import TCPStore
 from zmqgrad.transport import bind_policy, host_address
 from zmqgrad.transport.heartbeat.server import HeartbeatListener
 from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.interfaces import InterfaceAddress, InterfaceFilter, interface_addresses, select
+from zmqgrad.transport.mailbox import ZmqMailbox
 
 HOST = [
     InterfaceAddress("lo", "127.0.0.1"),
@@ -171,6 +172,17 @@ def test_sockets_listen_in_the_range_of_ports(ports: range) -> None:
         router.close()
         other.close()
         context.term()
+
+
+def test_a_worker_without_a_port_for_its_heartbeats_is_told_so(ports: range) -> None:
+    """It has one for its messages already, which it gives up."""
+    with (
+        socket.create_server(("127.0.0.1", ports[1])),
+        socket.create_server(("127.0.0.1", ports[2])),
+        pytest.raises(TransportError, match=r"cannot listen for heartbeats: all ports .* are in use"),
+    ):
+        ZmqMailbox("w0", 0)
+    socket.create_server(("127.0.0.1", ports[0])).close()
 
 
 def test_the_port_of_rank_0_is_left_to_its_store(ports: range, monkeypatch: pytest.MonkeyPatch) -> None:
