@@ -201,6 +201,10 @@ def test_ctrl_c_interrupts_a_wait_and_leaves_the_promise_usable() -> None:
             interrupted.set()
             raise KeyboardInterrupt
 
+    def wait() -> None:
+        expected.set()  # not before: the exception may come at once
+        outcome.wait(30)
+
     def poke() -> None:
         expected.wait(30)
         # More than once: a signal that comes just before the wait begins is seen only at its end.
@@ -212,8 +216,7 @@ def test_ctrl_c_interrupts_a_wait_and_leaves_the_promise_usable() -> None:
     poker.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            expected.set()  # not before: the exception may come at once
-            outcome.wait(30)
+            wait()
     finally:
         interrupted.set()
         expected.set()
