@@ -91,6 +91,19 @@ def client_of(running: Running, *, fast_path: bool = False, port: int | None = N
 # ---- queries and replies ----------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
+def test_a_query_is_sent_while_the_fast_path_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the ping waits there for the server, if that has told where the fast path is."""
+    monkeypatch.setattr(pending, "REPEAT_SECONDS", (600.0,))
+    running = Running("tcp://0.0.0.0:*", keys=OURS)
+    try:  # by an address of this host that does not tell the client where the fast path is
+        with closing(QueryClient(f"tcp://127.0.0.2:{running.server.port}", keys=OURS)) as client:
+            for key in ("first", "second", "third"):
+                assert client.request(StoreGet(key, 1.0), PATIENCE) == StoreValue(key.encode())
+    finally:
+        running.stop()
+
+
 def test_a_query_gets_its_reply(client: QueryClient) -> None:
     for key in ("a", "b", "x" * 50_000, "c"):
         assert client.request(StoreGet(key, 1.0), PATIENCE) == StoreValue(key.encode())

@@ -62,6 +62,7 @@ class QueryChannel:
         self._now = clock.now
         self.last_request_id = PING_ID
         self._query = PendingQuery(self.last_request_id, bytearray(), 0.0, 0.0)
+        self._queued: PendingQuery | None = None  # was sent by the fast path last, and may wait there
         self._trouble = ""  # the last problem, for error messages
         self._dealer: DealerConnection | None = None
         self._keep_dealer = False  # large messages have needed it
@@ -110,7 +111,9 @@ class QueryChannel:
     def _complete(self, sent: bool, data: bytes | None) -> Message:
         """Repeats the query until its reply arrives; ``data`` was already received by the fast path."""
         query = self._query
-        if not sent:
+        if sent:
+            self._queued = query
+        else:
             self._send()
         reply = None if data is None else self._on_local_packet(data)
         while reply is None and (reply := self._receive(query.seconds_to_wait(self._now()))) is None:
@@ -138,8 +141,9 @@ class QueryChannel:
             fast, is_new = self._open_local(), True
         if fast is not None and not self._query.is_large:
             try:
-                if is_new or not fast.backlog():  # it may be queued behind the handshake
+                if is_new or self._queued is not self._query or not fast.backlog():
                     fast.send(self._query.packet)
+                    self._queued = self._query
                 return
             except ConnectionError:
                 return  # a reply may be queued before the end of the connection, which sends this again

@@ -34,8 +34,9 @@ class PendingQuery:
     """One query, from its first transmission to its reply.
 
     Args:
-        number: message id of the query.
+        request_id: message id of the query.
         packet: its bytes.
+        now: the time.
         deadline: when it fails.
     """
 
@@ -67,7 +68,8 @@ class PendingQuery:
         """Classifies a received message.
 
         Args:
-            number: the message id in its envelope.
+            request_id: the message id in its envelope.
+            message: the message.
 
         Raises:
             ProtocolError: if it is the reply to a query that was never sent.
