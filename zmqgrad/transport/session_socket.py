@@ -222,6 +222,8 @@ class SessionSocket:
 
     def next_due(self) -> float:
         """Returns when :meth:`on_time` must be called; infinite for never."""
+        if self._socket is None:
+            return self._reopen_at  # what was sent before may be overdue, and is sent again then
         return min(self._reopen_at, self.outgoing.due)
 
     def _close_socket(self, linger: int = 0) -> None:
