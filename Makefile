@@ -1,5 +1,5 @@
 # Shortcuts.
-.PHONY: demo test check soak properties fuzz bench docs docs-check dist matrix
+.PHONY: demo test check soak properties simulate fuzz bench docs docs-check dist matrix
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -15,6 +15,10 @@ soak:  ## calls, references, backward passes and watches under faults for MINUTE
 properties:  ## property tests with 5,000 examples each, for hours
 	tools/setup
 	HYPOTHESIS_PROFILE=soak .venv/bin/python -m pytest -q -m "not processes" --timeout 0
+
+simulate:  ## drawn programs under the seeded scheduler, with faults, for MINUTES (10); random seeds
+	tools/setup
+	.venv/bin/python -m zmqgrad.testing.simulation --minutes $(or $(MINUTES),10)
 
 fuzz:  ## every decoder, guided by coverage, for SECONDS (60) each
 	tools/setup

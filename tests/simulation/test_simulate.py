@@ -1,0 +1,113 @@
+"""Whole jobs under the scheduler: a seed gives one way, faults are survived, and a bug has a number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from zmqgrad import rpc
+from zmqgrad.testing.simulation import Faults, SimulationFailed, programs, run_seed, simulate
+
+
+def exchange(rank: int) -> int:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    found: int = rpc.rpc_sync(f"worker{1 - rank}", max, args=(rank, 1))
+    rpc.shutdown()
+    return found
+
+
+balance = 0
+
+
+def withdraw(amount: int) -> None:
+    global balance
+    before = balance
+    for _ in range(50):  # points between the read and the write
+        time.monotonic()
+    balance = before - amount
+
+
+def transfers(rank: int) -> None:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    if rank:
+        for future in [rpc.rpc_async("worker0", withdraw, args=(amount,)) for amount in (1, 2)]:
+            future.wait()
+    rpc.shutdown()
+    assert rank or balance == -3, f"the balance is {balance}"
+
+
+def test_a_job_runs_and_a_seed_repeats_it_exactly() -> None:
+    first = simulate(exchange, workers=2, seeds=5)
+    again = simulate(exchange, workers=2, seeds=5)
+    assert [run.values for run in first] == [{0: 1, 1: 1}] * 5
+    assert [(run.digest, run.messages) for run in first] == [(run.digest, run.messages) for run in again]
+    assert len({run.digest for run in first}) == 5
+
+
+def test_the_messages_of_a_run_are_told() -> None:
+    [run] = simulate(exchange, workers=2, seeds=[3])
+    sent = [line for line in run.messages if "worker0 ->" in line and "Call" in line]
+    assert sent
+
+
+def test_a_race_of_the_program_is_found_and_repeated() -> None:
+    with pytest.raises(SimulationFailed, match=r"the balance is -[12]\b") as failed:
+        simulate(transfers, workers=2, seeds=60)
+    seed = failed.value.run.seed
+    with pytest.raises(SimulationFailed, match=r"the balance is -[12]\b") as repeated:
+        simulate(transfers, workers=2, seeds=[seed])
+    assert repeated.value.run.digest == failed.value.run.digest
+
+
+def test_drawn_programs_end_well_though_connections_are_dropped() -> None:
+    simulate(
+        programs.program,
+        workers=4,
+        hosts=("host0", "host1"),
+        seeds=range(3),
+        faults=Faults(latency=0.001, dropped=2, within=0.02),
+        check=programs.check,
+    )
+
+
+def test_drawn_programs_end_when_a_worker_is_killed() -> None:
+    killed = [
+        run_seed(
+            programs.program_with_losses,
+            4,
+            seed,
+            ("host0", "host1"),
+            faults=Faults(kills=1, within=0.012),
+            check=programs.check,
+        )
+        for seed in range(3)
+    ]
+    assert [run.failure for run in killed] == [None] * 3
+    assert any(run.killed for run in killed)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survive(rank: int) -> float:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    began = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="worker1"):
+            rpc.rpc_sync("worker1", die)
+    else:
+        time.sleep(3600)
+    rpc.shutdown(graceful=False)
+    return time.monotonic() - began
+
+
+def test_a_session_that_waits_to_reconnect_does_nothing_meanwhile() -> None:
+    # Its timer once fired without a pause, since what it had sent before was overdue.
+    [run] = simulate(survive, workers=2, hosts=("host0", "host1"), seeds=[0])
+    assert run.killed == (1,)
+    assert run.values[0] > 3
+    assert run.points < 10_000

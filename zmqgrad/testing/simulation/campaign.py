@@ -1,0 +1,285 @@
+"""Runs of a simulated job, one seed after the other, each in a fork: nothing of a run is left to the next."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import importlib
+import os
+import pickle
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zmqgrad.testing.simulation.messages import MessageLog
+from zmqgrad.testing.simulation.processes import Process, World
+from zmqgrad.testing.simulation.scheduler import Failure
+
+REAL_SECONDS = 120
+"""A run that takes longer is stuck in a real wait: a fault of the simulation."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong in a run. The seed draws when.
+
+    Attributes:
+        kills: how many workers are killed.
+        dropped: how many connections are dropped, with what was in flight.
+        latency: the longest time in seconds that a packet takes between hosts.
+        within: the simulated seconds in which faults happen.
+    """
+
+    kills: int = 0
+    dropped: int = 0
+    latency: float = 0.0
+    within: float = 0.01
+
+
+@dataclass
+class Run:
+    """What became of one seed.
+
+    Attributes:
+        values: what the program returned in each worker that was not killed, by rank.
+        kills: how many workers the run was to kill.
+        killed: ranks of the workers that were killed before they ended.
+        digest: of all scheduling points: two runs with the same one took the same way.
+    """
+
+    seed: int
+    failure: str | None = None
+    values: dict[int, Any] = field(default_factory=dict)
+    kills: int = 0
+    killed: tuple[int, ...] = ()
+    digest: int = 0
+    points: int = 0
+    simulated_seconds: float = 0.0
+    real_seconds: float = 0.0
+    messages: list[str] = field(default_factory=list)
+    log: list[str] | None = None
+
+
+class SimulationFailed(AssertionError):
+    """A seed failed: :attr:`run` says how."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"seed {run.seed}: {run.failure}")
+        self.run = run
+
+
+@functools.lru_cache(maxsize=4)
+def _world(workers: int, hosts: tuple[str, ...], also: tuple[str, ...]) -> World:
+    return World(workers, hosts, also)
+
+
+def simulate(
+    program: Callable[[int], object],
+    *,
+    workers: int = 2,
+    seeds: int | Iterable[int] = 1,
+    hosts: Sequence[str] = ("host0",),
+    faults: Faults | None = None,
+    check: Callable[[Run, list[Any]], object] | None = None,
+    limit: float = 600.0,
+    log: bool = False,
+    environment: dict[str, str] | None = None,
+) -> list[Run]:
+    """Runs a job once for each seed, and checks that it ends well.
+
+    Args:
+        program: called with its rank in each simulated process. A function of a module, which each process
+            has a copy of.
+        workers: how many processes.
+        seeds: how many, from 0; or which.
+        hosts: process i runs on host ``i % len(hosts)``.
+        faults: what goes wrong.
+        check: called with each run whose program has ended, and the copies of the program's module in each
+            process; what it raises is the failure of that seed.
+        limit: simulated seconds within which the job has to end.
+        log: keep all scheduling points in words.
+        environment: variables of all processes.
+
+    Returns:
+        The runs.
+
+    Raises:
+        SimulationFailed: at the first seed that fails.
+    """
+    runs = []
+    for seed in range(seeds) if isinstance(seeds, int) else seeds:
+        run = run_seed(
+            program, workers, seed, tuple(hosts), faults or Faults(), check, limit, log, environment
+        )
+        if run.failure is not None:
+            raise SimulationFailed(run)
+        runs.append(run)
+    return runs
+
+
+def run_seed(
+    program: Callable[[int], object],
+    workers: int,
+    seed: int,
+    hosts: tuple[str, ...] = ("host0",),
+    faults: Faults | None = None,
+    check: Callable[[Run, list[Any]], object] | None = None,
+    limit: float = 600.0,
+    log: bool = False,
+    environment: dict[str, str] | None = None,
+    inline: bool = False,
+) -> Run:
+    """Runs one seed, and returns what became of it. See :func:`simulate`.
+
+    Args:
+        inline: in this process instead of a fork, for a debugger. It is of no use for anything afterwards.
+    """
+    torch.set_num_threads(1)
+    module = program.__module__
+    also = () if module.startswith("zmqgrad.") and not module.startswith(__package__ + ".") else (module,)
+    world = _world(workers, hosts, also)
+    variables = {**DEFAULTS, "WORLD_SIZE": str(workers), **(environment or {})}
+
+    def run_here() -> Run:
+        began = time.perf_counter()
+        run = Run(seed, kills=faults.kills if faults else 0, log=[] if log else None)
+        world.scheduler.log = run.log
+        messages = MessageLog(world.scheduler.now)
+        _prepare(world, variables, seed, faults or Faults(), limit, messages)
+        for process in world.processes:
+            world.scheduler.spawn(_starter(process, module, program.__qualname__), "main", process)
+            process.running = True
+        try:
+            world.scheduler.run()
+        except Failure as failure:
+            run.failure = str(failure)
+        _collect(world, run)
+        run.messages = messages.lines
+        if run.failure is None and check is not None:
+            try:
+                check(run, [process.view[module] for process in world.processes])
+            except Exception as e:
+                run.failure = "".join(traceback.format_exception(e))
+        run.real_seconds = time.perf_counter() - began
+        return run
+
+    return run_here() if inline else _in_fork(run_here, seed)
+
+
+SEED = "SIMULATION_SEED"
+"""The environment variable that tells a program the seed."""
+
+DEFAULTS = {
+    "MASTER_ADDR": "host0",
+    "MASTER_PORT": "29500",
+    "ZMQGRAD_ALLOW_INSECURE": "1",
+    "ZMQGRAD_SPIN_US": "0",
+    "HOME": "/nonexistent",
+}
+
+
+def _prepare(
+    world: World, variables: dict[str, str], seed: int, faults: Faults, limit: float, messages: MessageLog
+) -> None:
+    gc.disable()
+    scheduler, rng = world.scheduler, world.scheduler.rng
+    scheduler.seed(seed, limit)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    world.network.faults.latency = faults.latency
+    for process in world.processes:
+        process.environment.update(variables, RANK=str(process.rank), LOCAL_RANK=str(process.rank))
+        process.environment[SEED] = str(seed)
+        process.entropy.seed(f"{seed}/{process.rank}")
+        tap: Any = process.view["zmqgrad.transport.tap"]
+        tap.activate(messages)
+    for victim in rng.sample(world.processes, faults.kills):
+        scheduler.call_at(_moment(rng, faults), functools.partial(world.kill, victim))
+    for _ in range(faults.dropped):
+        scheduler.call_at(_moment(rng, faults), functools.partial(_drop_one, world))
+    world.begin()
+
+
+def _moment(rng: random.Random, faults: Faults) -> float:
+    return 1.0 + rng.random() * faults.within
+
+
+def _drop_one(world: World) -> None:
+    connections = world.network.connections()
+    if connections:
+        world.network.drop(world.scheduler.rng.choice(connections))
+
+
+def _starter(process: Process, module: str, name: str) -> Callable[[], None]:
+    def start() -> None:
+        target: Any = importlib.import_module(module)
+        for part in name.split("."):
+            target = getattr(target, part)
+        process.main(target)
+
+    return start
+
+
+def _collect(world: World, run: Run) -> None:
+    scheduler = world.scheduler
+    run.digest, run.points = scheduler.digest, scheduler.points
+    run.simulated_seconds = scheduler.now() - 1.0
+    run.killed = tuple(process.rank for process in world.processes if process.killed)
+    found = [] if run.failure is None else [run.failure]
+    for process in world.processes:
+        if process.killed:
+            continue
+        run.values[process.rank] = process.value
+        if process.error is not None:
+            found.append(f"{process.name}: {''.join(traceback.format_exception(process.error))}")
+        if process.threads_left:
+            found.append(f"{process.name} has left threads: {', '.join(process.threads_left)}")
+    run.failure = "\n".join(found) or None
+
+
+def _in_fork(run_here: Callable[[], Run], seed: int) -> Run:
+    """Calls ``run_here`` in a fork. Returns what it returned."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        faulthandler.enable()
+        try:
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(_pickled(run_here()))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    os.close(writer)
+    # By the parent: a fork cannot start a watchdog of its own if its parent has one.
+    if not select.select([reader], [], [], REAL_SECONDS)[0]:
+        os.kill(child, signal.SIGABRT)  # it tells where it is
+    with os.fdopen(reader, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(child, 0)
+    if not data:
+        return Run(seed, "the process that ran the simulation ended without a result: see its output")
+    found: Run = pickle.loads(data)
+    return found
+
+
+def _pickled(run: Run) -> bytes:
+    try:
+        return pickle.dumps(run)
+    except Exception:  # the program returned something that does not leave its process
+        run.values = {rank: repr(value) for rank, value in run.values.items()}
+        return pickle.dumps(run)
