@@ -1,0 +1,145 @@
+"""Faults planted in the library one at a time, to show that simulated jobs find them.
+
+    python -m tools.mutants                        # each mutant, until a seed finds it
+    python -m tools.mutants --seeds 2000 ack-early # one of them, with at most so many seeds
+
+Each is planted in a copy of the library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: in the file ``path``, the text ``old``, which occurs once, becomes ``new``."""
+
+    path: str
+    old: str
+    new: str
+
+
+MUTANTS = {
+    "order-gap": Mutant(  # a message that overtook a lost one is delivered
+        "transport/session.py", "if sequence != delivered + 1:", "if sequence <= delivered:"
+    ),
+    "order-repeated": Mutant(  # a message that was resent is delivered again
+        "transport/session.py", "            return Verdict.DUPLICATE", "            return Verdict.DELIVER"
+    ),
+    "ack-early": Mutant(  # the sender forgets one message more than was acknowledged
+        "transport/session.py", "kept[0][0] <= sequence:", "kept[0][0] <= sequence + 1:"
+    ),
+    "ack-resend": Mutant(  # what was in flight is not resent on the next connection
+        "transport/session.py",
+        "        self._in_flight = 0\n        self.behind = bool(self._kept)",
+        "        self.behind = False",
+    ),
+    "fork-children": Mutant(  # a fork is deleted while the owner does not know its child
+        "rpc/rref/protocol.py", " or fork.children or fork.deleting", " or fork.deleting"
+    ),
+    "fork-confirmed": Mutant(  # a fork is deleted before the owner knows it
+        "rpc/rref/protocol.py", "if not (fork.released and fork.confirmed)", "if not fork.released"
+    ),
+    "loss-noticed": Mutant(  # nobody is told of a loss that was noticed before the collective began
+        "rpc/membership/collectives.py",
+        "                if record.id in worker.lost:\n                    self.on_lost(record.id)\n",
+        "",
+    ),
+    "loss-pass": Mutant(  # a pass does not see that a request announced later was lost before
+        "autograd/engine/termination.py",
+        "            self._fail_if_lost()\n            failed = self._error is not None\n            done",
+        "            failed = self._error is not None\n            done",
+    ),
+    "pass-early": Mutant(  # a pass ends although a report has overtaken another
+        "autograd/engine/termination.py",
+        "done = failed or not (self._outstanding or self._reported_early)",
+        "done = failed or not self._outstanding",
+    ),
+    "watch-gap": Mutant(  # a lost notification is not noticed
+        "store/watch_cache.py", "notification.previous > self.revision or _lacks", "_lacks"
+    ),
+    "watch-early": Mutant(  # what was notified while the watch was being registered is forgotten
+        "store/watch_cache.py", "            self._early.append(notification)\n", ""
+    ),
+    "barrier-number": Mutant(  # successive barriers of the same workers are taken for one
+        "rpc/membership/collectives.py", "return next(self._numbers[names])", "return 0"
+    ),
+}
+
+
+def main() -> int:
+    """Returns 1 if a mutant was not found."""
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description="Plant faults.")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTANTS)}; default: all")
+    parser.add_argument("--seeds", type=int, default=2000, help="at most, for each (default: 2000)")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        return _search(options.seeds)
+    missed = [name for name in options.names or MUTANTS if not _find(name, options.seeds)]
+    if missed:
+        print(f"not found: {', '.join(missed)}")
+    return bool(missed)
+
+
+def plant(mutant: Mutant, library: Path) -> None:
+    """Plants ``mutant`` in a copy of the library.
+
+    Raises:
+        ValueError: if the text is not there exactly once.
+    """
+    path = library / mutant.path
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.path} has {mutant.old!r} {text.count(mutant.old)} times")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def _find(name: str, seeds: int) -> bool:
+    """Prints the first seed that finds the mutant. Returns whether one does."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for part in ("zmqgrad", "tools"):
+            shutil.copytree(ROOT / part, Path(scratch, part), ignore=shutil.ignore_patterns("__pycache__"))
+        plant(MUTANTS[name], Path(scratch, "zmqgrad"))
+        command = [sys.executable, "-m", "tools.mutants", "--inside", "--seeds", str(seeds)]
+        began = time.monotonic()
+        search = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
+    print(f"{name:16} {search.stdout.strip()} ({time.monotonic() - began:.0f} s)", flush=True)
+    if search.returncode not in (0, 1):
+        sys.exit(search.stderr)
+    return search.returncode == 0
+
+
+def _search(seeds: int) -> int:
+    """Runs seed after seed, with the library of the working directory. Returns 1 if none fails."""
+    from zmqgrad.testing.simulation import programs
+    from zmqgrad.testing.simulation.campaign import Faults, run_seed
+
+    jobs = (
+        ("dropped connections", programs.program, Faults(dropped=3, latency=0.002, within=0.1)),
+        ("no faults", programs.program, Faults(latency=0.002)),
+        ("a kill", programs.program_with_losses, Faults(kills=1, latency=0.002, within=0.1)),
+    )
+    for seed in range(seeds):
+        kind, program, faults = jobs[seed % len(jobs)]
+        run = run_seed(program, 4, seed, ("host0", "host1"), faults, programs.check)
+        if run.failure is not None:
+            last = run.failure.strip().splitlines()
+            print(f"seed {seed}, {kind}: {last[0] if len(last) == 1 else last[-1]}")
+            return 0
+    print(f"not found by {seeds} seeds")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
