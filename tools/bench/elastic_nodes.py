@@ -20,7 +20,6 @@ from typing import Any
 from zmqgrad.elastic import RendezvousHandler, RendezvousSettings, StoreBackend
 from zmqgrad.store import StoreServer, TCPStore
 from zmqgrad.transport.query import publisher, server
-from zmqgrad.wire.codec import encode
 
 LIMIT_SECONDS = 120.0
 
@@ -57,16 +56,16 @@ def take_part(port: Any, nodes: int, barrier: Barrier, over: Event, times: Any) 
 
 
 class Traffic:
-    """Counts the messages of the stores that this process serves. Patches the server."""
+    """Counts the messages of the stores that this process serves. Patches the codec of the server."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._count(server, "decode_query", "requests", lambda args, result: args[0])
-        self._count(server.QueryServer, "reply", "replies", lambda args, result: encode(args[3], 0, 0, 0))
+        self._count(server, "encode", "replies", lambda args, result: result)
         self._count(publisher, "encode", "notifications", lambda args, result: result)
 
-    def _count(self, owner: Any, function: str, name: str, body: Any) -> None:
-        original = getattr(owner, function)
+    def _count(self, module: Any, function: str, name: str, body: Any) -> None:
+        original = getattr(module, function)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -74,7 +73,7 @@ class Traffic:
             self.counts[f"{name}_bytes"] += len(body(args, result))
             return result
 
-        setattr(owner, function, counted)
+        setattr(module, function, counted)
 
     def during(self, seconds: float, nodes: int) -> dict[str, float]:
         """Messages and bytes per second. Each notification goes to ``nodes`` subscribers."""

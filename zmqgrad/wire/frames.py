@@ -55,10 +55,6 @@ CONSUMED_OFFSET = 48
 write_consumed = struct.Struct("!QQ").pack_into
 """Writes the bytes of requests and replies that the sender has consumed at ``CONSUMED_OFFSET``."""
 
-MESSAGE_ID = slice(15, 23)
-write_message_id = struct.Struct("!Q").pack_into
-"""Writes the message id at ``MESSAGE_ID.start``."""
-
 _read_fields = struct.Struct("!3xHHQQBQQQQQ").unpack_from
 _new = tuple.__new__  # faster than the class itself
 

@@ -25,16 +25,10 @@ from zmqgrad.transport.query.dealer import DealerConnection, LocalAddress, Serve
 from zmqgrad.transport.query.pending import PING_ID, Arrival, PendingQuery
 from zmqgrad.transport.security import local_key
 from zmqgrad.wire.codec import decode_query, encode
-from zmqgrad.wire.frames import MESSAGE_ID
-from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePing, StorePong, StoreRefused
+from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
 QUICK_SECONDS = 0.1
 """Nearly all replies arrive within this time."""
-
-_DONE = StoreDone()
-_DONE_PACKET = bytes(encode(_DONE, 0, 0, 0))
-_DONE_BEGIN, _DONE_END = _DONE_PACKET[:5], _DONE_PACKET[MESSAGE_ID.stop :]
-"""What replies without a result have in common: they are recognized without decoding, for speed."""
 
 
 class QueryChannel:
@@ -90,11 +84,6 @@ class QueryChannel:
                 sent = True
                 self._spin(self._poll_for)
                 data = fast.receive(0)
-                if (
-                    data.startswith(_DONE_BEGIN)
-                    and data[MESSAGE_ID.start :] == packet[MESSAGE_ID] + _DONE_END
-                ):
-                    return _DONE
                 _, replied, reply = decode_query(data)
                 if replied == request_id and type(reply) is not StoreRefused:
                     return reply

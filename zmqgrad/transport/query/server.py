@@ -42,8 +42,8 @@ from zmqgrad.transport.sockets import (
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode_query, encode
-from zmqgrad.wire.frames import MESSAGE_ID, Envelope, read_envelope, write_message_id
-from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePing, StorePong, StoreRefused
+from zmqgrad.wire.frames import Envelope, read_envelope
+from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,6 @@ class QueryServer:
     ) -> None:
         self.name = name
         self.incarnation = secrets.randbits(63)
-        self._done = encode(StoreDone(), 0, self.incarnation, 0)  # such replies differ by the id only
         self.requests = 0
         """How many queries were received."""
         self.undeliverable = 0
@@ -359,11 +358,7 @@ class QueryServer:
         Returns:
             False if the reply is known not to arrive.
         """
-        if type(message) is StoreDone:
-            data = self._done[:]
-            write_message_id(data, MESSAGE_ID.start, request_id)
-        else:
-            data = encode(message, 0, self.incarnation, request_id)
+        data = encode(message, 0, self.incarnation, request_id)
         if self.tracer is not None:
             envelope = (message.TYPE, 0, self.incarnation, request_id, _route_key(route), 0, 0, 0)
             self.tracer.tap(True, 0, envelope, message, len(data), monotonic_ns())
