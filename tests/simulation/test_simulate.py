@@ -9,6 +9,7 @@ import time
 import pytest
 
 from zmqgrad import rpc
+from zmqgrad.errors import ConfigurationError
 from zmqgrad.testing.simulation import Faults, SimulationFailed, programs, run_seed, simulate
 
 
@@ -51,6 +52,11 @@ def test_the_messages_of_a_run_are_told() -> None:
     [run] = simulate(exchange, workers=2, seeds=[3])
     sent = [line for line in run.messages if "worker0 ->" in line and "Call" in line]
     assert sent
+
+
+def test_a_program_that_no_process_can_import_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="its own copy"):
+        simulate(lambda rank: rank)
 
 
 def test_a_race_of_the_program_is_found_and_repeated() -> None:

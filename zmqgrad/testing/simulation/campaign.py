@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
-import importlib
+import importlib.util
 import os
 import pickle
 import random
@@ -16,10 +16,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from zmqgrad.errors import ConfigurationError
 from zmqgrad.testing.simulation.messages import MessageLog
 from zmqgrad.testing.simulation.processes import Process, World
 from zmqgrad.testing.simulation.scheduler import Failure
@@ -97,8 +99,8 @@ def simulate(
     """Runs a job once for each seed, and checks that it ends well.
 
     Args:
-        program: called with its rank in each simulated process. A function of a module, which each process
-            has a copy of.
+        program: called with its rank in each simulated process. A function of a module or of a script,
+            which each process has a copy of.
         workers: how many processes.
         seeds: how many, from 0; or which.
         hosts: process i runs on host ``i % len(hosts)``.
@@ -114,6 +116,7 @@ def simulate(
 
     Raises:
         SimulationFailed: at the first seed that fails.
+        ConfigurationError: ``program`` is not a function that the processes can import.
     """
     runs = []
     for seed in range(seeds) if isinstance(seeds, int) else seeds:
@@ -144,7 +147,7 @@ def run_seed(
         inline: in this process instead of a fork, for a debugger. It is of no use for anything afterwards.
     """
     torch.set_num_threads(1)
-    module = program.__module__
+    module = _module_of(program)
     also = () if module.startswith("zmqgrad.") and not module.startswith(__package__ + ".") else (module,)
     world = _world(workers, hosts, also)
     variables = {**DEFAULTS, "WORLD_SIZE": str(workers), **(environment or {})}
@@ -173,6 +176,25 @@ def run_seed(
         return run
 
     return run_here() if inline else _in_fork(run_here, seed)
+
+
+def _module_of(program: Callable[[int], object]) -> str:
+    """Returns the name by which each process imports its copy of the program's module."""
+    if "<" in program.__qualname__:
+        raise ConfigurationError(
+            f"{program.__qualname__} is not at the top of a module, of which each process has its own copy"
+        )
+    if program.__module__ != "__main__":
+        return program.__module__
+    main: Any = sys.modules["__main__"]
+    path: str = getattr(main, "__file__", "")
+    name: str = main.__spec__.name if main.__spec__ else Path(path).stem
+    found = importlib.util.find_spec(name) if name else None
+    if found is None or found.origin is None or not os.path.samefile(found.origin, path):
+        raise ConfigurationError(
+            f"simulated processes cannot import {program.__qualname__}: move it to a module or a script"
+        )
+    return name
 
 
 SEED = "SIMULATION_SEED"
