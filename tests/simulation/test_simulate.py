@@ -59,6 +59,19 @@ def test_a_program_that_no_process_can_import_is_refused() -> None:
         simulate(lambda rank: rank)
 
 
+def test_a_worker_is_killed_at_any_moment_and_the_others_may_tell_of_it() -> None:
+    runs = simulate(exchange, workers=2, seeds=6, kill="any")
+    assert any(run.killed for run in runs)
+    for run in runs:
+        assert len(run.killed) + len(run.losses) + len(run.values) >= 2
+        assert run.killed or not run.losses
+
+
+def test_a_debugger_gets_one_seed() -> None:
+    with pytest.raises(ConfigurationError, match="one seed, not 2"):
+        simulate(exchange, workers=2, seeds=2, inline=True)
+
+
 def test_a_race_of_the_program_is_found_and_repeated() -> None:
     with pytest.raises(SimulationFailed, match=r"the balance is -[12]\b") as failed:
         simulate(transfers, workers=2, seeds=60)

@@ -15,19 +15,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ConfigurationError, ZmqgradError
 from zmqgrad.testing.simulation.messages import MessageLog
 from zmqgrad.testing.simulation.processes import Process, World
 from zmqgrad.testing.simulation.scheduler import Failure
 
 REAL_SECONDS = 120
 """A run that takes longer is stuck in a real wait: a fault of the simulation."""
+
+LAST_MESSAGES = 20
+"""So many are told of a seed that fails."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Run:
 
     Attributes:
         values: what the program returned in each worker that was not killed, by rank.
+        losses: what the program raised in workers that survived a killed one, if that is an error of zmqgrad:
+            it tells of a loss, and is no failure.
         kills: how many workers the run was to kill.
         killed: ranks of the workers that were killed before they ended.
         digest: of all scheduling points: two runs with the same one took the same way.
@@ -61,6 +66,7 @@ class Run:
     seed: int
     failure: str | None = None
     values: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, str] = field(default_factory=dict)
     kills: int = 0
     killed: tuple[int, ...] = ()
     digest: int = 0
@@ -72,10 +78,11 @@ class Run:
 
 
 class SimulationFailed(AssertionError):
-    """A seed failed: :attr:`run` says how."""
+    """A seed failed: :attr:`run` says how, and the message ends with what the processes told each other."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__(f"seed {run.seed}: {run.failure}")
+        last = "".join(f"\n{line}" for line in run.messages[-LAST_MESSAGES:])
+        super().__init__(f"seed {run.seed}: {run.failure}\nthe last of {len(run.messages)} messages:{last}")
         self.run = run
 
 
@@ -91,10 +98,12 @@ def simulate(
     seeds: int | Iterable[int] = 1,
     hosts: Sequence[str] = ("host0",),
     faults: Faults | None = None,
+    kill: Literal["any"] | None = None,
     check: Callable[[Run, list[Any]], object] | None = None,
     limit: float = 600.0,
     log: bool = False,
     environment: dict[str, str] | None = None,
+    inline: bool = False,
 ) -> list[Run]:
     """Runs a job once for each seed, and checks that it ends well.
 
@@ -105,28 +114,35 @@ def simulate(
         seeds: how many, from 0; or which.
         hosts: process i runs on host ``i % len(hosts)``.
         faults: what goes wrong.
+        kill: "any": one worker is killed at any moment of the job, whose length a run without faults shows.
         check: called with each run whose program has ended, and the copies of the program's module in each
             process; what it raises is the failure of that seed.
         limit: simulated seconds within which the job has to end.
         log: keep all scheduling points in words.
         environment: variables of all processes.
+        inline: with one seed: in this process instead of a fork, for a debugger. It is of no use afterwards.
 
     Returns:
         The runs.
 
     Raises:
         SimulationFailed: at the first seed that fails.
-        ConfigurationError: ``program`` is not a function that the processes can import.
+        ConfigurationError: the processes cannot import ``program``, or ``inline`` is to run several seeds.
     """
-    runs = []
-    for seed in range(seeds) if isinstance(seeds, int) else seeds:
-        run = run_seed(
-            program, workers, seed, tuple(hosts), faults or Faults(), check, limit, log, environment
-        )
-        if run.failure is not None:
-            raise SimulationFailed(run)
-        runs.append(run)
-    return runs
+    faults = faults or Faults()
+
+    def run(seed: int, faults: Faults, inline: bool = False) -> Run:
+        found = run_seed(program, workers, seed, tuple(hosts), faults, check, limit, log, environment, inline)
+        if found.failure is not None:
+            raise SimulationFailed(found)
+        return found
+
+    if kill is not None:
+        faults = replace(faults, kills=1, within=run(0, Faults()).simulated_seconds)
+    chosen = range(seeds) if isinstance(seeds, int) else tuple(seeds)
+    if inline and len(chosen) != 1:
+        raise ConfigurationError(f"inline runs one seed, not {len(chosen)}: seeds=[SEED]")
+    return [run(seed, faults, inline) for seed in chosen]
 
 
 def run_seed(
@@ -166,7 +182,7 @@ def run_seed(
         except Failure as failure:
             run.failure = str(failure)
         _collect(world, run)
-        run.messages = messages.lines
+        run.messages = messages.lines()
         if run.failure is None and check is not None:
             try:
                 check(run, [process.view[module] for process in world.processes])
@@ -223,7 +239,7 @@ def _prepare(
         process.environment[SEED] = str(seed)
         process.entropy.seed(f"{seed}/{process.rank}")
         tap: Any = process.view["zmqgrad.transport.tap"]
-        tap.activate(messages)
+        tap.activate(messages.recorder(process.name))
     for victim in rng.sample(world.processes, faults.kills):
         scheduler.call_at(_moment(rng, faults), functools.partial(world.kill, victim))
     for _ in range(faults.dropped):
@@ -261,11 +277,18 @@ def _collect(world: World, run: Run) -> None:
         if process.killed:
             continue
         run.values[process.rank] = process.value
-        if process.error is not None:
+        if run.killed and _is_ours(process.error):
+            run.losses[process.rank] = repr(process.error)
+        elif process.error is not None:
             found.append(f"{process.name}: {''.join(traceback.format_exception(process.error))}")
-        if process.threads_left:
+        if process.threads_left and process.error is None:
             found.append(f"{process.name} has left threads: {', '.join(process.threads_left)}")
     run.failure = "\n".join(found) or None
+
+
+def _is_ours(error: BaseException | None) -> bool:
+    """Whether it is an error of zmqgrad, of which each process has its own copy."""
+    return any(cls.__name__ == ZmqgradError.__name__ for cls in type(error).__mro__)
 
 
 def _in_fork(run_here: Callable[[], Run], seed: int) -> Run:
