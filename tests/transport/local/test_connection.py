@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import resource
@@ -22,7 +23,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection, LocalListener
 from zmqgrad.transport.local import connection as local_connection
-from zmqgrad.transport.local.connection import Offer, send_with_gil
+from zmqgrad.transport.local.connection import ANNOUNCEMENT, LARGE, Offer, send_with_gil
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello, proven, welcome
 from zmqgrad.transport.local.listener import MAX_HANDSHAKES
 from zmqgrad.transport.strangers import HANDSHAKE_SECONDS
@@ -760,6 +761,64 @@ def test_a_packet_that_is_too_large_ends_its_connection_alone(site: Site) -> Non
         assert stranger.recv(100) == b""
     assert len(site.ends) == 1
     assert site.packets == []
+
+
+def test_large_messages_come_in_order_with_others(site: Site) -> None:
+    connection = site.ready()
+    sent = [bytes([n]) * size for n, size in enumerate((2, 1 << 20, 3, MAX_PACKET_BYTES + 1, 4, 5 << 20))]
+    for message in sent:
+        (connection.send if len(message) < MAX_PACKET_BYTES else connection.send_large)(message)
+    site.read()
+    [accepted] = site.accepted
+    got = [accepted.take_large(5 << 20) if p == LARGE else p for p in site.packets]
+    assert got == sent
+
+
+def test_a_large_message_must_be_memory_of_a_size_that_is_allowed(site: Site) -> None:
+    connection = site.ready()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(local.unix_name(site.endpoint))
+        stranger.send(proven(JOB, site.endpoint, HELLO))
+        stranger.send(LARGE)  # without a descriptor
+        site.read()
+        _, accepted = site.accepted
+        with pytest.raises(OSError, match="without its memory"):
+            accepted.take_large(100)
+        reader, writer = os.pipe()  # to read it would block
+        may_shrink, empty, sparse = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in "abc")
+        os.ftruncate(sparse, 1 << 40)
+        for fd in (empty, sparse):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        for fd, error in (
+            (reader, "Invalid argument"),
+            (may_shrink, "may shrink"),
+            (empty, "0 bytes"),
+            (sparse, "at most 100"),
+        ):
+            stranger.send(ANNOUNCEMENT)
+            socket.send_fds(stranger, [LARGE], [fd])
+            site.read()
+            with pytest.raises(OSError, match=error):
+                accepted.take_large(100)
+        for fd in (reader, writer, may_shrink, empty, sparse):
+            os.close(fd)
+    connection.send_large(b"x" * 101)
+    site.read()
+    with pytest.raises(OSError, match="101 bytes"):
+        site.accepted[0].take_large(100)
+
+
+def test_large_messages_that_were_not_sent_leave_no_descriptor(site: Site) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    connection = site.connect()  # not accepted: all wait
+    for _ in range(10):
+        connection.send_large(bytes(100_000))
+    assert connection.backlog() == 20
+    connection.close()
+    with pytest.raises(OSError, match="closed"):
+        connection.send_large(bytes(100_000))
+    site.read()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_peer_that_hangs_up_is_forgotten(site: Site) -> None:

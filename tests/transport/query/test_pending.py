@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.local import MAX_PACKET_BYTES
-from zmqgrad.transport.query.pending import PING_ID, REPEAT_SECONDS, Arrival, PendingQuery
+from zmqgrad.transport.query.pending import PING_ID, REPEAT_SECONDS, PendingQuery
 from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePong, StoreRefused
 
 LIMIT = StoreRefused(Refusal.LIMIT, "")
-TOO_LARGE = StoreRefused(Refusal.TOO_LARGE, "")
 
 
 @pytest.fixture
@@ -32,29 +30,21 @@ def test_no_wait_exceeds_the_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "message", "arrival"),
+    ("number", "message", "is_reply"),
     [
-        (7, StoreDone(), Arrival.REPLY),
-        (7, LIMIT, Arrival.REPLY),
-        (7, TOO_LARGE, Arrival.TOO_LARGE),
-        (6, StoreDone(), Arrival.NO_REPLY),
-        (6, TOO_LARGE, Arrival.NO_REPLY),
-        (PING_ID, StorePong("", ""), Arrival.NO_REPLY),
-        (PING_ID, LIMIT, Arrival.REPLY),
+        (7, StoreDone(), True),
+        (7, LIMIT, True),
+        (6, StoreDone(), False),
+        (PING_ID, StorePong("", ""), False),
+        (PING_ID, LIMIT, True),
     ],
 )
 def test_classification_of_received_messages(
-    query: PendingQuery, number: int, message: Message, arrival: Arrival
+    query: PendingQuery, number: int, message: Message, is_reply: bool
 ) -> None:
     query.peer_responded = False
-    assert query.receive(number, message) is arrival
+    assert query.receive(number, message) is is_reply
     assert query.peer_responded
-
-
-def test_a_second_refusal_of_a_large_query_changes_nothing() -> None:
-    query = PendingQuery(7, bytearray(MAX_PACKET_BYTES + 1), 100.0, 1000.0)
-    assert query.is_large
-    assert query.receive(7, TOO_LARGE) is Arrival.NO_REPLY
 
 
 def test_a_reply_to_a_query_that_was_never_sent(query: PendingQuery) -> None:

@@ -170,8 +170,8 @@ def test_a_client_within_the_host_leaves_tcp(plain: Running) -> None:
         assert plain.server.clients == 1
         eventually(lambda: connections_to(plain.server.port), lambda connections: connections == 0)
         client.request(StoreGet("large 100000", 1.0), PATIENCE)
-        assert (plain.server.clients, connections_to(plain.server.port)) == (1, 1)
-        client.request(A, PATIENCE)
+        client.request(StoreGet("k" * 60_000, 1.0), PATIENCE)
+        assert (plain.server.clients, connections_to(plain.server.port)) == (1, 0)
     eventually(lambda: plain.server.clients, lambda clients: clients == 0)
 
 

@@ -11,15 +11,18 @@ end of the one before, and replies only then. If many are still to be read, or t
 a reply channel, packets wait in the sender's memory.
 
 A descriptor of shared memory is sent with a packet of its own (SCM_RIGHTS). Reading with ancillary data costs
-twice as much, so a packet :data:`ANNOUNCEMENT` precedes it.
+twice as much, so a packet :data:`ANNOUNCEMENT` precedes it. A message of the store that exceeds a packet is
+sent as such a descriptor (:meth:`LocalConnection.send_large`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hmac
 import logging
+import mmap
 import os
 import socket
 import struct
@@ -52,6 +55,9 @@ MAX_AHEAD = 128
 ANNOUNCEMENT = b"d"
 """The next packet has a descriptor."""
 
+LARGE = b"m"
+"""The packet whose descriptor is a message: see :meth:`LocalConnection.take_large`."""
+
 _INT = struct.Struct("@i")
 _CREDENTIALS = struct.Struct("@3i")
 _RECEIVE_BYTES = MAX_PACKET_BYTES + 1  # one more reveals a truncated packet
@@ -60,7 +66,7 @@ _NOW = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 def supported() -> bool:
     """Returns whether this system supports the fast path, as Linux does."""
-    return sys.platform == "linux" and hasattr(socket, "SOCK_SEQPACKET")
+    return sys.platform == "linux" and hasattr(socket, "SOCK_SEQPACKET") and hasattr(os, "memfd_create")
 
 
 def unix_name(endpoint: str) -> str:
@@ -349,11 +355,52 @@ class LocalConnection:
             self.sent_bytes += sum(map(len, packets))
             return bool(self._backlog)
 
+    def send_large(self, message: bytes | bytearray) -> None:
+        """As :meth:`send`, with a message of any size, in shared memory of its own.
+
+        Raises:
+            OSError: also if there is no descriptor or memory for it.
+        """
+        fd = os.memfd_create("zmqgrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            view = memoryview(message)
+            while view:
+                view = view[os.write(fd, view) :]
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        except BaseException:
+            os.close(fd)
+            raise
+        with self._lock:
+            self.sent += 1
+            self.sent_bytes += len(message)
+            self._put_with_descriptor(LARGE, fd)
+
+    def take_large(self, limit: int) -> memoryview:
+        """Returns the message behind :data:`LARGE`, which was received last.
+
+        Raises:
+            OSError: if it is none: no shared memory that cannot shrink, or of more than ``limit`` bytes.
+        """
+        if not self.descriptors:
+            raise OSError("a large message without its memory")
+        fd = self.descriptors.popleft()
+        try:
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError("a message that may shrink while it is read")
+            size = os.fstat(fd).st_size
+            if not 0 < size <= limit:
+                raise OSError(f"a message of {size} bytes (at most {limit})")
+            return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
+
     def _put_offer(self, offer: Offer) -> None:
-        described, fd = offer.make()
+        self._put_with_descriptor(*offer.make())
+
+    def _put_with_descriptor(self, packet: bytes, fd: int) -> None:
         try:
             self._put(ANNOUNCEMENT, -1)
-            self._put(described, fd)
+            self._put(packet, fd)
         except OSError:
             os.close(fd)  # else the peer would seem to have the segment, as long as this process lives
             raise

@@ -1,10 +1,9 @@
 """A channel: sends one query at a time and receives the reply, in the calling thread.
 
 A channel has an id and numbers its queries. It sends by a DEALER; once the server has announced that it is on
-this host, by the fast path (:mod:`~zmqgrad.transport.local`), and by the DEALER only what is too large for
-that. Connections break and servers restart, so a query is repeated until its reply arrives: as soon as the
-channel has reconnected, and every few seconds. The server replies to a repetition as it did before, and
-drops a waiting query that is no longer repeated.
+this host, by the fast path (:mod:`~zmqgrad.transport.local`). Connections break and servers restart, so a
+query is repeated until its reply arrives: as soon as the channel has reconnected, and every few seconds. The
+server replies to a repetition as it did before, and drops a waiting query that is no longer repeated.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from zmqgrad.runtime.clock import Clock
 from zmqgrad.runtime.polling import to_milliseconds
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
-from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
+from zmqgrad.transport.local.connection import LARGE, MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 from zmqgrad.transport.query import spin_budget
 from zmqgrad.transport.query.dealer import DealerConnection, LocalAddress, ServerInfo
-from zmqgrad.transport.query.pending import PING_ID, Arrival, PendingQuery
+from zmqgrad.transport.query.pending import PING_ID, PendingQuery
 from zmqgrad.transport.security import local_key
 from zmqgrad.wire.codec import decode_query, encode
+from zmqgrad.wire.frames import MAX_HEADER_BYTES
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
 QUICK_SECONDS = 0.1
@@ -59,7 +59,6 @@ class QueryChannel:
         self._queued: PendingQuery | None = None  # was sent by the fast path last, and may wait there
         self._trouble = ""  # the last problem, for error messages
         self._dealer: DealerConnection | None = None
-        self._keep_dealer = False  # large messages have needed it
         self._local: LocalConnection | None = None
         self._local_fd = -1
         self._accepted: LocalConnection | None = (
@@ -104,14 +103,15 @@ class QueryChannel:
             self._queued = query
         else:
             self._send()
-        reply = None if data is None else self._on_local_packet(data)
+        fast = self._local
+        reply = None if data is None or fast is None else self._on_local_packet(fast, data)
         while reply is None and (reply := self._receive(query.seconds_to_wait(self._now()))) is None:
             now = self._now()
             if now >= query.deadline:
                 raise TimeoutError(self._explain())
             if query.must_repeat(now):
                 self._repeat()
-        if self._accepted is not None and self._dealer is not None and not self._keep_dealer:
+        if self._accepted is not None and self._dealer is not None:
             self._close_dealer()
         if type(reply) is StoreRefused and reply.reason is Refusal.LIMIT:
             self._close_dealer()  # the server has refused this connection for good
@@ -124,14 +124,15 @@ class QueryChannel:
     # ---- sending ----------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Sends the query by the fast path if that is open and the query is small, else by the DEALER."""
+        """Sends the query by the fast path if that is open, else by the DEALER."""
         fast, is_new = self._local, False
         if fast is None and self._dealer is None:
             fast, is_new = self._open_local(), True
-        if fast is not None and not self._query.is_large:
+        if fast is not None:
             try:
                 if is_new or self._queued is not self._query or not fast.backlog():
-                    fast.send(self._query.packet)
+                    send = fast.send if len(self._query.packet) <= MAX_PACKET_BYTES else fast.send_large
+                    send(self._query.packet)
                     self._queued = self._query
                 return
             except ConnectionError:
@@ -143,12 +144,11 @@ class QueryChannel:
     def _send_by_dealer(self) -> None:
         if self._dealer is None:
             self._dealer = DealerConnection(self._server, self._poll, self.id)
-        self._keep_dealer = self._keep_dealer or self._local is not None
         self._dealer.send(self._query.packet)
 
     def _repeat(self) -> None:
         """Sends the query again: either it was lost, or it waits at the server and must be renewed."""
-        if self._dealer is not None and (self._local is None or self._query.is_large):
+        if self._dealer is not None and self._local is None:
             if self._dealer.refused:
                 self._close_dealer()
             elif not self._dealer.connected:
@@ -191,13 +191,9 @@ class QueryChannel:
             ProtocolError: if it is malformed.
         """
         incarnation, replied, message = decode_query(data)
-        arrival = self._query.receive(replied, message)
-        if arrival is Arrival.REPLY:
+        if self._query.receive(replied, message):
             return message
-        if arrival is Arrival.TOO_LARGE:
-            self._query.is_large = True
-            self._send()
-        elif isinstance(message, StorePong) and self._fast_path and message.endpoint:
+        if isinstance(message, StorePong) and self._fast_path and message.endpoint:
             self._server.local = LocalAddress(incarnation, message.endpoint)
             if self._local is None:
                 self._open_local()
@@ -247,20 +243,27 @@ class QueryChannel:
                 return None
             data = fast.receive()
             self._accepted = fast
-            return self._on_local_packet(data)
         except BlockingIOError:
             return None
         except OSError as e:
             self._close_local(str(e))
             self._send()
             return None
+        return self._on_local_packet(fast, data)
 
-    def _on_local_packet(self, data: bytes) -> Message | None:
+    def _on_local_packet(self, fast: LocalConnection, data: bytes) -> Message | None:
         """As :meth:`_on_message`; empty ``data`` is the end of the connection."""
-        if data:
-            return self._on_message(data)
+        message: bytes | memoryview = data
+        reason = "the server closed the connection"
+        if data == LARGE:
+            try:
+                message = fast.take_large(MAX_HEADER_BYTES)
+            except OSError as e:
+                message, reason = b"", str(e)
+        if message:
+            return self._on_message(message)
         self._raise_if_closed()
-        self._close_local("the server closed the connection")
+        self._close_local(reason)
         self._send()
         return None
 
@@ -277,7 +280,6 @@ class QueryChannel:
 
     def _close_dealer(self) -> None:
         dealer, self._dealer = self._dealer, None
-        self._keep_dealer = False
         if dealer is not None:
             self._trouble = dealer.trouble or self._trouble
             dealer.close()

@@ -6,28 +6,16 @@ channel may receive further replies to earlier queries.
 
 from __future__ import annotations
 
-import enum
 from itertools import chain, repeat
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.local.connection import MAX_PACKET_BYTES
-from zmqgrad.wire.messages import Message, Refusal, StoreRefused
+from zmqgrad.wire.messages import Message, StoreRefused
 
 REPEAT_SECONDS = (1.0, 2.0, 5.0)
 """Intervals before the first, second and third repetition. Later ones use the last."""
 
 PING_ID = 0
 """Message id of a channel's pings. Queries begin with 1."""
-
-
-class Arrival(enum.Enum):
-    """What a received message means for the query under way."""
-
-    REPLY = enum.auto()
-    TOO_LARGE = enum.auto()
-    """The reply exceeds the fast path: the query must be sent by the DEALER."""
-    NO_REPLY = enum.auto()
-    """It is the reply to a ping, or to an earlier query that was repeated."""
 
 
 class PendingQuery:
@@ -40,14 +28,12 @@ class PendingQuery:
         deadline: when it fails.
     """
 
-    __slots__ = ("_intervals", "_repeat_at", "deadline", "is_large", "packet", "peer_responded", "request_id")
+    __slots__ = ("_intervals", "_repeat_at", "deadline", "packet", "peer_responded", "request_id")
 
     def __init__(self, request_id: int, packet: bytearray, now: float, deadline: float) -> None:
         self.request_id = request_id
         self.packet = packet
         self.deadline = deadline
-        self.is_large = len(packet) > MAX_PACKET_BYTES
-        """Whether the query or its reply is too large for the fast path."""
         self.peer_responded = True
         """Whether anything was received since the last repetition."""
         self._intervals = chain(REPEAT_SECONDS, repeat(REPEAT_SECONDS[-1]))
@@ -64,8 +50,8 @@ class PendingQuery:
         self._repeat_at = now + next(self._intervals)
         return True
 
-    def receive(self, request_id: int, message: Message) -> Arrival:
-        """Classifies a received message.
+    def receive(self, request_id: int, message: Message) -> bool:
+        """Returns whether a received message is the reply, and not that to a ping, or to an earlier query.
 
         Args:
             request_id: the message id in its envelope.
@@ -76,11 +62,9 @@ class PendingQuery:
         """
         self.peer_responded = True
         if request_id == self.request_id:
-            if type(message) is StoreRefused and message.reason is Refusal.TOO_LARGE:
-                return Arrival.NO_REPLY if self.is_large else Arrival.TOO_LARGE
-            return Arrival.REPLY
+            return True
         if request_id == PING_ID and type(message) is StoreRefused:
-            return Arrival.REPLY  # the server has too many clients
+            return True  # the server has too many clients
         if request_id > self.request_id:
             raise ProtocolError(f"a reply to query {request_id}, not to {self.request_id}")
-        return Arrival.NO_REPLY
+        return False

@@ -23,7 +23,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, monotonic_ns
 from zmqgrad.transport import local
 from zmqgrad.transport import tap as tapping
-from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
+from zmqgrad.transport.local.connection import LARGE, MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
 from zmqgrad.transport.query import spin_budget
 from zmqgrad.transport.query.admission import Admission
@@ -42,7 +42,7 @@ from zmqgrad.transport.sockets import (
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode_query, encode
-from zmqgrad.wire.frames import Envelope, read_envelope
+from zmqgrad.wire.frames import MAX_HEADER_BYTES, Envelope, read_envelope
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
 logger = logging.getLogger(__name__)
@@ -284,7 +284,9 @@ class QueryServer:
         try:
             client_id, request_id, query = decode_query(data)
         except ProtocolError as e:
-            if data or frame is not None:
+            if data == LARGE and isinstance(route, LocalConnection):
+                self._receive_large(route)
+            elif data or frame is not None:
                 self._on_malformed(route, data, frame, e)
             else:  # the end of a connection of the fast path
                 self._admission.remove_local(route)
@@ -302,6 +304,16 @@ class QueryServer:
                 self._handle_query(route, client_id, request_id, query)
             except Exception:
                 logger.exception("%s: handling %s failed", self.name, type(query).__name__)
+
+    def _receive_large(self, route: LocalConnection) -> None:
+        try:
+            data = route.take_large(MAX_HEADER_BYTES)
+        except OSError as e:
+            self._count_malformed("a process of this host", e)
+            route.hang_up()
+            return
+        if data != LARGE:
+            self._receive(data, route)
 
     def _on_malformed(
         self, route: Route, data: bytes | memoryview, frame: zmq.Frame | None, error: ProtocolError
@@ -368,10 +380,10 @@ class QueryServer:
                 self._router.send(route, NOBLOCK_MORE)
                 send_split(self._router, data)
             else:
-                if len(data) > MAX_PACKET_BYTES:
-                    refusal = StoreRefused(Refusal.TOO_LARGE, f"{len(data)} bytes")
-                    data = encode(refusal, 0, self.incarnation, request_id)
-                route.send(data)
+                if len(data) <= MAX_PACKET_BYTES:
+                    route.send(data)
+                else:
+                    route.send_large(data)
                 if self._backlogged and route.backlog() > MAX_UNREAD_REPLIES:
                     raise OSError("a client that does not read its replies")
             return True

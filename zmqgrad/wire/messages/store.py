@@ -213,7 +213,6 @@ class Refusal(enum.IntEnum):
     LIMIT = 3
     CLOSING = 4
     UNSUBSCRIBED = 5  # the subscription of a watch has not arrived
-    TOO_LARGE = 6  # for this connection: repeat the query over ZeroMQ
 
 
 class StoreRefused(Message, frozen=True):
