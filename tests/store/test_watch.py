@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.processes import free_port
 from zmqgrad.errors import StoreError, StoreTimeoutError
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, service, watch
 from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
 from zmqgrad.store.effects import Notification
@@ -22,6 +23,7 @@ from zmqgrad.store.events import MAX_PENDING_EVENTS, KeyCallbackAdapter, WatchEv
 from zmqgrad.store.state import State
 from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_cache import WatchCache
+from zmqgrad.store.watch_iterator import EventQueue
 from zmqgrad.transport.query.subscriber import Subscriber
 from zmqgrad.wire.messages import (
     KeyCallbackRegistered,
@@ -210,6 +212,24 @@ def test_a_later_watch_sees_later_changes_only(registry: WatchRegistry) -> None:
     registry.remove("k", None)
     registry.on_notification(update(4))
     assert seen.empty()
+
+
+def test_a_watch_of_present_keys_begins_with_them() -> None:
+    """Not with events that arrived while it was being registered, which would be told twice and go back."""
+
+    def register(key: Any) -> KeyCallbackRegistered:
+        for n in (6, 7):
+            registry.on_notification(KeyUpdated("k", n, n - 1, b"%d" % (n - 1), b"%d" % n))
+        return KeyCallbackRegistered("k", 5, b"5")
+
+    registry, events = WatchRegistry("test", register), EventQueue()
+    try:
+        registry.add("k", events, present=True)
+        registry.on_notification(KeyUpdated("k", 8, 7, b"7", b"8"))
+        seen = [events.wait(Deadline.after(PATIENCE)) for _ in range(2)]
+    finally:
+        registry.close()
+    assert seen == [WatchEvent("k", None, b"7", 7), WatchEvent("k", b"7", b"8", 8)]
 
 
 def test_a_failing_callback_is_logged_and_stops_nothing(

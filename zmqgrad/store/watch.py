@@ -41,10 +41,14 @@ CLOSE_SECONDS = 5.0
 
 
 class _Subscription:
-    """One handler and its queued events. Each has a queue, so a slow handler delays no other."""
+    """One handler and its queued events. Each has a queue, so a slow handler delays no other.
 
-    def __init__(self, handler: EventHandler) -> None:
+    One that first gets the ``present`` keys gets no event before.
+    """
+
+    def __init__(self, handler: EventHandler, present: bool) -> None:
         self.handler = handler
+        self.present = present
         self.pending = EventBacklog()
         self.delivering = False
 
@@ -105,9 +109,10 @@ class WatchRegistry:
             watched = self._targets.get(target)
             if watched is None:
                 watched = self._targets[target] = _WatchEntry()
-            watched.subscriptions.append(_Subscription(handler))
+            subscription = _Subscription(handler, present)
+            watched.subscriptions.append(subscription)
             if watched.cache.live:
-                self._replay(watched, handler, present)
+                self._replay(watched, subscription)
                 return
             connection = self._connection
         try:
@@ -117,11 +122,14 @@ class WatchRegistry:
             raise
         with self._lock:
             self._on_registered(target, watched, found, connection)
-            self._replay(watched, handler, present)
+            self._replay(watched, subscription)
 
-    def _replay(self, watched: _WatchEntry, handler: EventHandler, wanted: bool) -> None:
-        for event in watched.cache.initial_events() if wanted else ():
-            handler(event)
+    def _replay(self, watched: _WatchEntry, subscription: _Subscription) -> None:
+        """Tell a new subscription of the present keys, if it wants that. Called with the lock held."""
+        if subscription.present:
+            subscription.present = False
+            for event in watched.cache.initial_events():
+                subscription.handler(event)
 
     def is_watched(self, target: Target) -> bool:
         """Whether ``target`` has a subscription."""
@@ -231,6 +239,8 @@ class WatchRegistry:
             return
         submit = submit or self._pool.submit
         for each in watched.subscriptions if events else ():
+            if each.present:
+                continue
             for event in events:
                 each.pending.add(event)
             if not each.delivering:
