@@ -161,9 +161,11 @@ class WatchRegistry:
                 watched = self._targets.get(target)
                 if watched is None or not watched.cache.live:
                     continue
-                if revision < 0 or revision > watched.cache.revision:
+                if revision < 0:
                     watched.cache.invalidate()
-                    self._deliver(target, watched, [])
+                elif revision > watched.cache.revision:
+                    watched.cache.live = False
+                self._deliver(target, watched, [])
 
     def refresh(self, target: Target) -> None:
         """Register ``target`` again if it is watched. Blocks; raises what ``register`` raises."""
@@ -221,8 +223,13 @@ class WatchRegistry:
     def _on_registered(
         self, target: Target, watched: _WatchEntry, found: Registration, connection: int
     ) -> None:
-        """Apply a registration that began on connection number ``connection``. Called with the lock held."""
-        events = watched.cache.on_registered(found)
+        """Apply a registration that began on connection number ``connection``. Called with the lock held.
+
+        One of an earlier connection is only better than nothing: a later one may have been applied already.
+        """
+        events = []
+        if connection == self._connection or watched.cache.revision < 0:
+            events = watched.cache.on_registered(found)
         if connection != self._connection:
             watched.cache.invalidate()
         self._deliver(target, watched, events)

@@ -34,6 +34,7 @@ class WatchCache:
         self.revision = -1  # of the last notification or registration; -1 before the first
         self.values: dict[str, bytes] = {}
         """The keys of the target that exist. Read-only for others."""
+        self._oldest = -1  # a registration of an older revision was overtaken by another, or by notifications
         self._early: deque[ChangeNotification] = deque(maxlen=MAX_EARLY_NOTIFICATIONS)
 
     def initial_events(self) -> list[WatchEvent]:
@@ -41,16 +42,20 @@ class WatchCache:
         return [WatchEvent(key, None, value, self.revision) for key, value in sorted(self.values.items())]
 
     def on_registered(self, found: Registration) -> list[WatchEvent]:
-        """Apply the reply to a registration. Returns what has changed since the last known state."""
-        if self.live and found.revision <= self.revision:
-            return []  # of two concurrent registrations, the other one was newer
+        """Apply the reply to a registration. Returns what has changed since the last known state.
+
+        A reply that others have overtaken changes nothing, not even whether the cache is live.
+        """
+        if found.revision < self._oldest or (self.live and found.revision <= self.revision):
+            return []
         before, self.values = self.values, _values_of(found)
         events = [
             WatchEvent(key, before.get(key), self.values.get(key), found.revision)
             for key in sorted({*before, *self.values} if self.revision >= 0 else ())
             if before.get(key) != self.values.get(key)
         ]
-        self.revision, self.live = found.revision, True
+        self.revision = self._oldest = found.revision
+        self.live = True
         while self._early and self.live:
             events += self.on_notification(self._early.popleft())
         return events
@@ -65,7 +70,7 @@ class WatchCache:
         if notification.previous > self.revision or _lacks_value(notification):
             self.live = False
             return []
-        self.revision = notification.revision
+        self.revision = self._oldest = notification.revision
         key, new = notification.key, None if isinstance(notification, KeyDeleted) else notification.new
         old = self.values.get(key)
         if new is None:
@@ -75,8 +80,8 @@ class WatchCache:
         return [WatchEvent(key, old, new, notification.revision)]
 
     def invalidate(self) -> None:
-        """Mark the state as outdated, because the connection was lost."""
-        self.live = False
+        """Mark the state as outdated, because the connection was lost. A new server may count anew."""
+        self.live, self._oldest = False, -1
         self._early.clear()
 
 
