@@ -82,11 +82,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description="Plant faults.")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTANTS)}; default: all")
     parser.add_argument("--seeds", type=int, default=2000, help="at most, for each (default: 2000)")
+    parser.add_argument("--kind", help="of what goes wrong besides; default: all")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        return _search(options.seeds)
-    missed = [name for name in options.names or MUTANTS if not _find(name, options.seeds)]
+        return _search(options.seeds, options.kind)
+    missed = [name for name in options.names or MUTANTS if not _find(name, options)]
     if missed:
         print(f"not found: {', '.join(missed)}")
     return bool(missed)
@@ -105,13 +106,14 @@ def plant(mutant: Mutant, library: Path) -> None:
     path.write_text(text.replace(mutant.old, mutant.new))
 
 
-def _find(name: str, seeds: int) -> bool:
+def _find(name: str, options: argparse.Namespace) -> bool:
     """Prints the first seed that finds the mutant. Returns whether one does."""
     with tempfile.TemporaryDirectory() as scratch:
         for part in ("zmqgrad", "tools"):
             shutil.copytree(ROOT / part, Path(scratch, part), ignore=shutil.ignore_patterns("__pycache__"))
         plant(MUTANTS[name], Path(scratch, "zmqgrad"))
-        command = [sys.executable, "-m", "tools.mutants", "--inside", "--seeds", str(seeds)]
+        command = [sys.executable, "-m", "tools.mutants", "--inside", "--seeds", str(options.seeds)]
+        command += [] if options.kind is None else ["--kind", options.kind]
         began = time.monotonic()
         search = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
     print(f"{name:16} {search.stdout.strip()} ({time.monotonic() - began:.0f} s)", flush=True)
@@ -120,22 +122,21 @@ def _find(name: str, seeds: int) -> bool:
     return search.returncode == 0
 
 
-def _search(seeds: int) -> int:
-    """Runs seed after seed, with the library of the working directory. Returns 1 if none fails."""
-    from zmqgrad.testing.simulation import programs
-    from zmqgrad.testing.simulation.campaign import Faults, run_seed
+def _search(seeds: int, kind: str | None) -> int:
+    """Runs seed after seed, with the library of the working directory. Returns 1 if none fails.
 
-    jobs = (
-        ("dropped connections", programs.program, Faults(dropped=3, latency=0.002, within=0.1)),
-        ("no faults", programs.program, Faults(latency=0.002)),
-        ("a kill", programs.program_with_losses, Faults(kills=1, latency=0.002, within=0.1)),
-    )
+    Args:
+        kind: of the faults; None: one after the other.
+    """
+    from zmqgrad.testing.simulation.__main__ import KINDS, run
+
     for seed in range(seeds):
-        kind, program, faults = jobs[seed % len(jobs)]
-        run = run_seed(program, 4, seed, ("host0", "host1"), faults, programs.check)
-        if run.failure is not None:
-            last = run.failure.strip().splitlines()
-            print(f"seed {seed}, {kind}: {last[0] if len(last) == 1 else last[-1]}")
+        name = kind or sorted(KINDS)[seed % len(KINDS)]
+        found = run(name, seed)
+        if found.failure is not None:
+            lines = found.failure.strip().splitlines()
+            errors = [line for line in lines if "Error" in line and not line.startswith(" ")]
+            print(f"--kind {name} --seed {seed}: {(errors or lines)[0][:120]}")
             return 0
     print(f"not found by {seeds} seeds")
     return 1

@@ -10,7 +10,7 @@ import pytest
 
 from zmqgrad import rpc
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.testing.simulation import Faults, SimulationFailed, programs, run_seed, simulate
+from zmqgrad.testing.simulation import Faults, SimulationFailed, oracles, programs, run_seed, simulate
 
 
 def exchange(rank: int) -> int:
@@ -88,7 +88,7 @@ def test_drawn_programs_end_well_though_connections_are_dropped() -> None:
         hosts=("host0", "host1"),
         seeds=range(3),
         faults=Faults(latency=0.001, dropped=2, within=0.02),
-        check=programs.check,
+        check=oracles.check,
     )
 
 
@@ -100,7 +100,7 @@ def test_drawn_programs_end_when_a_worker_is_killed() -> None:
             seed,
             ("host0", "host1"),
             faults=Faults(kills=1, within=0.012),
-            check=programs.check,
+            check=oracles.check,
         )
         for seed in range(3)
     ]

@@ -13,9 +13,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.store.test_state import KEYS, SOME_KEYS, VALUES, Model
-from tests.support.linearizability import Operation, explain
 from zmqgrad.errors import QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.store import Store
+from zmqgrad.testing.simulation.linearizability import Operation, explain
 from zmqgrad.wire.messages import (
     Message,
     Refusal,

@@ -23,7 +23,7 @@ class WatchEvent(NamedTuple):
     """``key`` changed from ``old`` to ``new`` (None: it did not, or does not, exist).
 
     ``revision`` is the store's after that change, or a later one if several changes were merged. It increases
-    from event to event as long as the server runs, or has a journal.
+    from event to event of a key as long as the server runs, or has a journal.
     """
 
     key: str

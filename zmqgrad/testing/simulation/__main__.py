@@ -7,14 +7,16 @@ import secrets
 import sys
 import time
 
-from zmqgrad.testing.simulation import programs
+from zmqgrad.testing.simulation import oracles, programs
 from zmqgrad.testing.simulation.campaign import Faults, Run, run_seed
 
 HOSTS = ("host0", "host1")
 
 KINDS = {
-    "drops": (programs.program, Faults(latency=0.001, dropped=2, within=0.02)),
-    "kills": (programs.program_with_losses, Faults(latency=0.001, kills=1, within=0.02)),
+    "none": (programs.program, Faults(latency=0.002)),
+    "drops": (programs.program, Faults(latency=0.002, dropped=3, within=0.1)),
+    "kills": (programs.program_with_losses, Faults(latency=0.002, kills=1, within=0.1)),
+    "partitions": (programs.program, Faults(latency=0.002, partitions=2, stalls=1, within=0.1)),
 }
 """What goes wrong, by name, and in which program."""
 
@@ -22,7 +24,7 @@ KINDS = {
 def run(kind: str, seed: int, *, inline: bool = False) -> Run:
     """Runs the program that ``seed`` draws."""
     program, faults = KINDS[kind]
-    return run_seed(program, 4, seed, HOSTS, faults, programs.check, inline=inline)
+    return run_seed(program, 4, seed, HOSTS, faults, oracles.check, inline=inline)
 
 
 def main() -> int:

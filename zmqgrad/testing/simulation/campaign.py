@@ -40,14 +40,30 @@ class Faults:
     Attributes:
         kills: how many workers are killed.
         dropped: how many connections are dropped, with what was in flight.
+        partitions: how often nothing passes from a host to another, or between the two.
+        stalls: how often the I/O thread of libzmq does nothing in a process.
+        lasting: the longest time in seconds that a partition or a stall lasts.
         latency: the longest time in seconds that a packet takes between hosts.
         within: the simulated seconds in which faults happen.
     """
 
     kills: int = 0
     dropped: int = 0
+    partitions: int = 0
+    stalls: int = 0
+    lasting: float = 2.0
     latency: float = 0.0
     within: float = 0.01
+
+    @property
+    def loses_workers(self) -> bool:
+        """Whether a worker may be lost."""
+        return self.kills > 0
+
+    @property
+    def loses_nothing(self) -> bool:
+        """Whether all that is sent arrives soon."""
+        return not (self.kills or self.dropped or self.partitions or self.stalls)
 
 
 @dataclass
@@ -58,7 +74,7 @@ class Run:
         values: what the program returned in each worker that was not killed, by rank.
         losses: what the program raised in workers that survived a killed one, if that is an error of zmqgrad:
             it tells of a loss, and is no failure.
-        kills: how many workers the run was to kill.
+        faults: what went wrong.
         killed: ranks of the workers that were killed before they ended.
         digest: of all scheduling points: two runs with the same one took the same way.
     """
@@ -67,7 +83,7 @@ class Run:
     failure: str | None = None
     values: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, str] = field(default_factory=dict)
-    kills: int = 0
+    faults: Faults = Faults()
     killed: tuple[int, ...] = ()
     digest: int = 0
     points: int = 0
@@ -170,10 +186,10 @@ def run_seed(
 
     def run_here() -> Run:
         began = time.perf_counter()
-        run = Run(seed, kills=faults.kills if faults else 0, log=[] if log else None)
+        run = Run(seed, faults=faults or Faults(), log=[] if log else None)
         world.scheduler.log = run.log
         messages = MessageLog(world.scheduler.now)
-        _prepare(world, variables, seed, faults or Faults(), limit, messages)
+        _prepare(world, variables, seed, run.faults, limit, messages)
         for process in world.processes:
             world.scheduler.spawn(_starter(process, module, program.__qualname__), "main", process)
             process.running = True
@@ -244,6 +260,16 @@ def _prepare(
         scheduler.call_at(_moment(rng, faults), functools.partial(world.kill, victim))
     for _ in range(faults.dropped):
         scheduler.call_at(_moment(rng, faults), functools.partial(_drop_one, world))
+    hosts = sorted({process.network.host for process in world.processes})
+    for _ in range(faults.partitions if len(hosts) > 1 else 0):
+        one, other = rng.sample(hosts, 2)
+        began, both = _moment(rng, faults), rng.random() < 0.5
+        scheduler.call_at(began, functools.partial(world.network.partition, [one], [other], both))
+        scheduler.call_at(began + rng.random() * faults.lasting, world.network.heal)
+    for _ in range(faults.stalls):
+        began, stalled = _moment(rng, faults), rng.choice(world.processes).network
+        scheduler.call_at(began, stalled.freeze)
+        scheduler.call_at(began + rng.random() * faults.lasting, stalled.thaw)
     world.begin()
 
 
@@ -283,6 +309,7 @@ def _collect(world: World, run: Run) -> None:
             found.append(f"{process.name}: {''.join(traceback.format_exception(process.error))}")
         if process.threads_left and process.error is None:
             found.append(f"{process.name} has left threads: {', '.join(process.threads_left)}")
+    found.sort(key=lambda text: "AssertionError" not in text)  # the others may follow from it
     run.failure = "\n".join(found) or None
 
 

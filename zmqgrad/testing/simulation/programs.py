@@ -1,76 +1,214 @@
-"""Programs drawn by a seed, and what must be true of them whatever happens.
+"""Programs drawn by a seed: what each worker of a simulated job does.
 
-Each worker runs a few steps: calls that call on, references that are passed on, backward passes, and work on
-the store. What a worker executed is noted in its own copy of this module.
+A job has rounds. In each, a worker takes a few steps of its own: calls that call on, references that are
+passed on, backward passes, work on a store, watches. At the end of a round, workers meet. Each job draws
+which kinds of steps it has, since some faults show only where one kind is frequent. What a worker did is
+noted in its own copy of this module, for :mod:`~zmqgrad.testing.simulation.oracles`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from zmqgrad import autograd, rpc
+from zmqgrad.errors import RpcTimeoutError, StoreTimeoutError
+from zmqgrad.store import TCPStore
+from zmqgrad.testing.simulation.linearizability import Operation
 
 SEED = "SIMULATION_SEED"
 """The environment variable that says which program."""
 
-STEPS = 6
-"""Most steps of a worker."""
+ROUNDS, STEPS = 3, 3
+"""Most rounds of a job, and most steps of a worker in each."""
+
+STORE_PORT = 29600
+STORE_SECONDS = 8.0
+"""How long the store waits for a key that may never come."""
+
+PATIENCE = 60.0
+"""How long something is waited for that must come."""
+
+KEYS = ("work/number", "work/text0", "work/text1")
+WATCHED = "work/"
+BURST = 1100
+"""Keys that are set at once: more than libzmq queues for a subscriber."""
 
 executed: list[str] = []
 """Tokens of the calls that ran in this process."""
 
 outcomes: dict[str, str] = {}
-"""What the caller learned of each call that it made: ``ok``, or the exception."""
+"""What the caller learned of each call and each step: ``ok``, or the exception."""
+
+kept: dict[str, Any] = {}
+"""References that others left here, by token."""
+
+operations: list[tuple[str, Operation]] = []
+"""What this process did to the keys of the store, and saw of them: key and operation."""
+
+lags: list[float] = []
+"""Seconds until a watch showed the last state, once nothing changed any more."""
+
+entered: dict[int, float] = {}
+left: dict[int, tuple[float, dict[str, str]]] = {}
+"""Of each meeting: when this worker came, and when it went on with which values."""
 
 
 def program(rank: int) -> dict[str, str]:
     """Runs the steps of worker ``rank`` in a job that loses nobody."""
-    size = int(os.environ["WORLD_SIZE"])
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
-    run_steps(rank, size)
+    job = _Job(rank)
+    rpc.init_rpc(job.name, rank=rank, world_size=job.size)
+    job.open_store()
+    job.run()
+    rpc.barrier()  # nothing changes any more
+    job.settle()
     rpc.shutdown()
+    job.close_store()
     return outcomes
 
 
 def program_with_losses(rank: int) -> dict[str, str]:
     """Runs the steps of worker ``rank`` in a job of which workers are killed: any step may fail."""
-    size = int(os.environ["WORLD_SIZE"])
-    try:
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
-    except RuntimeError as e:
-        outcomes[f"join:{rank}"] = repr(e)
+    job = _Job(rank)
+    with _noting(f"join:{rank}"):
+        rpc.init_rpc(job.name, rank=rank, world_size=job.size)
+    if outcomes[f"join:{rank}"] != "ok":
         return outcomes
-    run_steps(rank, size)
-    try:
+    with _noting(f"store:{rank}"):
+        job.open_store()
+    job.run()
+    with _noting(f"shutdown:{rank}"):
         rpc.shutdown()  # whoever leaves without waiting for the others is lost to them
-    except RuntimeError as e:
-        outcomes[f"shutdown:{rank}"] = repr(e)
-        rpc.shutdown(graceful=False)
+    job.close_store()
     return outcomes
 
 
-def run_steps(rank: int, size: int) -> None:
-    """Runs the steps of worker ``rank``."""
-    rng = random.Random(f"{os.environ[SEED]}/{rank}")
-    kinds = [calls, references, backward]
-    for number in range(rng.randrange(1, STEPS + 1)):
-        step = rng.choice(kinds)
-        token = f"{rank}.{number}"
+@contextmanager
+def _noting(token: str) -> Iterator[None]:
+    """Notes what becomes of ``token``."""
+    try:
+        yield
+    except RuntimeError as e:
+        outcomes[token] = repr(e)
+    else:
+        outcomes[token] = "ok"
+
+
+class _Job:
+    """What the seed draws, and what a worker has to do it with."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.name = f"worker{rank}"
+        self.size = int(os.environ["WORLD_SIZE"])
+        self.rng = random.Random(f"{os.environ[SEED]}/{rank}")
+        self.plan = random.Random(os.environ[SEED])  # draws the same on all workers
+        kinds = [calls, references, bursts, backward, passes, work_on_store, watch]
+        self.kinds = self.plan.sample(kinds, self.plan.randrange(1, len(kinds) + 1))
+        self.has_bursts = self.plan.random() < 0.1
+        self.meetings = 0
+        self.watches: list[_View] = []
+        self.store: TCPStore | None = None
+
+    def run(self) -> None:
+        """Runs all rounds."""
+        for number in range(self.plan.randrange(1, ROUNDS + 1)):
+            for i in range(self.rng.randrange(STEPS + 1)):
+                token = f"{self.rank}.{number}{i}"
+                with _noting(token):
+                    self.rng.choice(self.kinds)(token, self)
+            names = [f"worker{rank}" for rank in range(self.size)]
+            some = sorted(self.plan.sample(names, self.plan.randrange(2, self.size + 1)))
+            for _ in range(self.plan.randrange(4)):
+                timeout = self.plan.choice((None, None, 0.001, 0.01))
+                self.meetings += 1
+                if self.name in some:
+                    with _noting(f"meeting:{self.meetings}:{self.rank}"):
+                        meet(self.meetings, some, self.name, timeout)
+
+    def choose(self) -> str:
+        """Returns a worker."""
+        return f"worker{self.rng.randrange(self.size)}"
+
+    # ---- the store --------------------------------------------------------------------------------------
+
+    def open_store(self) -> None:
+        """Begins to serve or to use the store, if this job does."""
+        if work_on_store in self.kinds or watch in self.kinds:
+            self.store = TCPStore("host0", STORE_PORT, is_master=self.rank == 0, timeout=STORE_SECONDS)
+
+    def settle(self) -> None:
+        """Waits until watches show the last state, and nobody holds a reference any more."""
+        if self.store is not None:
+            keys = self.store.list_keys(WATCHED)
+            last = dict(zip(keys, self.store.multi_get(keys), strict=True))
+            rpc.barrier()
+            for view in self.watches:
+                began = time.monotonic()
+                view.follow(lambda view=view: view.values == last)  # type: ignore[misc]
+                lags.append(time.monotonic() - began)
+        until = time.monotonic() + PATIENCE
+        while any(counts := rpc.get_debug_info()["references"].values()) and time.monotonic() < until:
+            time.sleep(0.1)  # no event tells that a reference is gone
+        if any(counts):
+            raise AssertionError(f"references are left: {rpc.get_debug_info()['references']}")
+
+    def close_store(self) -> None:
+        """Undoes :meth:`open_store`."""
+        for view in self.watches:
+            view.events.close()
+        if self.store is not None:
+            self.store.close()
+
+
+def at_once(*functions: Callable[[], object]) -> None:
+    """Calls each in a thread. Raises what one of them raises."""
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], object]) -> None:
         try:
-            step(token, rng, size)
-        except RuntimeError as e:
-            outcomes[token] = repr(e)
-        else:
-            outcomes[token] = "ok"
+            function()
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
 
 
-def calls(token: str, rng: random.Random, size: int) -> None:
+# ---- meetings -------------------------------------------------------------------------------------------
+
+
+def meet(number: int, names: Sequence[str], own: str, timeout: float | None) -> None:
+    """Gathers a value of each of ``names``. With a ``timeout``, that may be too late."""
+    entered[number] = time.monotonic()
+    try:
+        found = rpc.all_gather(f"{number}.{own}", names, *([] if timeout is None else [timeout]))
+    except RpcTimeoutError:
+        if timeout is None:
+            raise
+    else:
+        left[number] = time.monotonic(), found
+
+
+# ---- calls ----------------------------------------------------------------------------------------------
+
+
+def calls(token: str, job: _Job) -> None:
     """Several calls at once, each of which may call on."""
-    plans = [_plan(f"{token}.{i}", rng, size, depth=3) for i in range(rng.randrange(1, 4))]
+    plans = [_plan(f"{token}.{i}", job.rng, job.size, depth=3) for i in range(job.rng.randrange(1, 4))]
     futures = [rpc.rpc_async(f"worker{to}", work, args=(plan,)) for to, plan in plans]
     for (_, plan), future in zip(plans, futures, strict=True):
         try:
@@ -104,87 +242,211 @@ def work(plan: Plan) -> int:
     return 1 + sum(int(future.wait()) for future in futures)
 
 
+# ---- references -----------------------------------------------------------------------------------------
+
+
 def make(token: str, value: int) -> int:
     """Makes the value of a reference."""
     executed.append(token)
     return value
 
 
-def read(token: str, ref: Any, on_to: list[int]) -> int:
+def read(token: str, ref: Any, on_to: list[str]) -> int:
     """Reads a reference, after it was passed on to others."""
     executed.append(token)
     if on_to:
-        value: int = rpc.rpc_sync(f"worker{on_to[0]}", read, args=(f"{token}.0", ref, on_to[1:]))
+        value: int = rpc.rpc_sync(on_to[0], read, args=(f"{token}.0", ref, on_to[1:]))
         return value
     value = ref.to_here()
     return value
 
 
-def references(token: str, rng: random.Random, size: int) -> None:
+def references(token: str, job: _Job) -> None:
     """A reference to a value elsewhere, passed on along a chain of workers."""
-    value = rng.randrange(1000)
-    ref = rpc.remote(f"worker{rng.randrange(size)}", make, args=(f"{token}.make", value))
-    chain = [rng.randrange(size) for _ in range(rng.randrange(1, 4))]
-    found = rpc.rpc_sync(f"worker{chain[0]}", read, args=(f"{token}.read", ref, chain[1:]))
+    value = job.rng.randrange(1000)
+    ref = rpc.remote(job.choose(), make, args=(f"{token}.make", value))
+    chain = [job.choose() for _ in range(job.rng.randrange(1, 4))]
+    found = rpc.rpc_sync(chain[0], read, args=(f"{token}.read", ref, chain[1:]))
     if found != value:
         raise AssertionError(f"reference {token} is {found}, not {value}")
 
 
-def product(x: torch.Tensor, factors: list[float], on_to: list[int]) -> torch.Tensor:
+def keep(token: str, ref: Any, on_to: list[str]) -> None:
+    """Keeps a reference until :func:`use`, or passes it on and does not."""
+    executed.append(token)
+    if on_to:
+        rpc.rpc_async(on_to[0], keep, args=(token + "+", ref, on_to[1:])).wait()
+    else:
+        kept[token] = ref
+
+
+def use(token: str) -> int:
+    """Reads a reference that was kept, and releases it."""
+    value: int = kept.pop(token).to_here()
+    return value
+
+
+def bursts(token: str, job: _Job) -> None:
+    """References that are passed on to several workers while they are released here."""
+    value, futures, keepers = job.rng.randrange(1000), [], []
+    ref = rpc.remote(job.choose(), make, args=(f"{token}.make", value))
+    if job.rng.random() < 0.5:
+        rpc.remote(job.choose(), make, args=(f"{token}.unused", value))
+    for i in range(job.rng.randrange(4)):
+        chain = [job.choose() for _ in range(job.rng.randrange(1, 3))]
+        futures.append(rpc.rpc_async(chain[0], keep, args=(f"{token}.keep{i}", ref, chain[1:])))
+        keepers.append((chain[-1], f"{token}.keep{i}" + "+" * (len(chain) - 1)))
+    del ref
+    for future in futures:
+        future.wait()
+    job.rng.shuffle(keepers)
+    for keeper, kept_as in keepers:
+        found = rpc.rpc_sync(keeper, use, args=(kept_as,))
+        if found != value:
+            raise AssertionError(f"reference {kept_as} is {found}, not {value}")
+
+
+# ---- autograd -------------------------------------------------------------------------------------------
+
+
+def product(x: torch.Tensor, factors: list[float], on_to: list[str]) -> torch.Tensor:
     """Multiplies ``x`` by the first factor, and by the others elsewhere."""
     y = x * factors[0]
     if on_to:
-        y = rpc.rpc_sync(f"worker{on_to[0]}", product, args=(y, factors[1:], on_to[1:]))
+        y = rpc.rpc_sync(on_to[0], product, args=(y, factors[1:], on_to[1:]))
     return y
 
 
-def backward(token: str, rng: random.Random, size: int) -> None:
+def backward(token: str, job: _Job) -> None:
     """A backward pass through several workers. Its gradients are compared with those of one process."""
-    chains = []
-    for _ in range(rng.randrange(1, 4)):
-        length = rng.randrange(1, 4)
-        chains.append(
-            (
-                [float(rng.randrange(1, 9)) for _ in range(length)],
-                [rng.randrange(size) for _ in range(length)],
-            )
-        )
+    _backward(token, _chains(job))
+
+
+def passes(token: str, job: _Job) -> None:
+    """Several backward passes at once."""
+    drawn = [_chains(job) for _ in range(job.rng.randrange(2, 4))]
+    at_once(*[lambda chains=chains: _backward(token, chains) for chains in drawn])
+
+
+Chains = list[tuple[list[float], list[str]]]
+"""Factors, and the worker of each."""
+
+
+def _chains(job: _Job) -> Chains:
+    lengths = [job.rng.randrange(1, 5) for _ in range(job.rng.randrange(1, 4))]
+    return [
+        ([float(job.rng.randrange(1, 9)) for _ in range(n)], [job.choose() for _ in range(n)])
+        for n in lengths
+    ]
+
+
+def _backward(token: str, chains: Chains) -> None:
     x = torch.ones(3, requires_grad=True)
     with autograd.context() as context:
-        total = sum(
-            rpc.rpc_sync(f"worker{to[0]}", product, args=(x, factors, to[1:])).sum() for factors, to in chains
-        )
-        autograd.backward(context, [total])
+        futures = [rpc.rpc_async(to[0], product, args=(x, factors, to[1:])) for factors, to in chains]
+        autograd.backward(context, [torch.stack([future.wait() for future in futures]).sum()])
         found = autograd.get_gradients(context)[x]
-    expected = 0.0
-    for factors, _ in chains:
-        part = 1.0
-        for factor in factors:
-            part *= factor
-        expected += part
+    expected = float(sum(math.prod(factors) for factors, _ in chains))
     if not torch.equal(found, torch.full((3,), expected)):
         raise AssertionError(f"gradient {token} is {found}, not {expected}")
 
 
-def check(run: Any, copies: list[Any]) -> None:
-    """Checks what must be true after each run.
+# ---- the store ------------------------------------------------------------------------------------------
 
-    Args:
-        run: a :class:`~zmqgrad.testing.simulation.campaign.Run`.
-        copies: this module as each process has it, killed ones included.
 
-    Raises:
-        AssertionError: if something is not.
-    """
-    ran = [token for copy in copies for token in copy.executed]
-    twice = sorted({token for token in ran if ran.count(token) > 1})
-    if twice:
-        raise AssertionError(f"these calls ran more than once: {', '.join(twice)}")
-    for rank, found in run.values.items():
-        for token, outcome in found.items():
-            if outcome == "ok" and token.count(".") == 2 and token not in ran:
-                raise AssertionError(f"worker{rank} got a result of call {token}, which nobody ran")
-            if outcome != "ok" and not run.kills:
-                raise AssertionError(f"worker{rank}: {token} failed, although nobody was lost: {outcome}")
-            if "AssertionError" in outcome or "not ended" in outcome:
-                raise AssertionError(f"worker{rank}: {token}: {outcome}")
+def work_on_store(token: str, job: _Job) -> None:
+    """Operations on few keys, by two threads."""
+    at_once(*[_operations(f"{token}.{i}", job) for i in range(2)])
+
+
+def _operations(client: str, job: _Job) -> Callable[[], None]:
+    """Returns what does a few operations."""
+    rng = random.Random(job.rng.getrandbits(32))
+
+    def run() -> None:
+        last = ""
+        for i in range(rng.randrange(1, 5)):
+            key, value = rng.choice(KEYS), f"{client}.{i}"
+            call: tuple[Any, ...] = ("add", rng.randrange(1, 10))
+            if key != KEYS[0]:
+                draws = ("set", value), ("append", f"+{value}"), ("compare_set", last, value)
+                call = rng.choice(draws)
+            if rng.random() < 0.4:
+                call = rng.choice((("get",), ("get",), ("delete",), ("check",)))
+            last = operate(client, job, key, call) or last
+
+    return run
+
+
+def operate(client: str, job: _Job, key: str, call: tuple[Any, ...]) -> str:
+    """Does one operation, and notes it. Returns the value that it found."""
+    store, began, unknown = job.store, time.monotonic(), True
+    result: Any = None
+    assert store is not None
+    try:
+        match call:
+            case "set", value:
+                store.set(key, value)
+            case "append", value:
+                store.append(key, value)
+            case "compare_set", expected, desired:
+                result = store.compare_set(key, expected, desired).decode()
+            case "add", amount:
+                result = store.add(key, amount)
+            case ("delete",):
+                result = store.delete_key(key)
+            case ("check",):
+                result = store.check([key])
+            case ("get",):
+                try:
+                    result = store.get(key).decode()
+                except StoreTimeoutError:
+                    result = None
+        unknown = False
+    finally:
+        operations.append((key, Operation(client, call, result, began, time.monotonic(), unknown)))
+    return result if isinstance(result, str) else ""
+
+
+class _View:
+    """What a watch shows of the keys."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self.events = store.watch(prefix=WATCHED, present=True)
+        self.values: dict[str, bytes] = {}
+        self._revisions: dict[str, int] = {}
+
+    def follow(self, ready: Callable[[], bool]) -> None:
+        """Follows the events until ``ready()``."""
+        until = time.monotonic() + PATIENCE
+        while not ready():
+            try:
+                event = self.events.next(max(0.0, until - time.monotonic()))
+            except StoreTimeoutError:
+                raise AssertionError(f"a watch still shows {self.values} after {PATIENCE} s") from None
+            before = self._revisions.get(event.key, -1)
+            if event.revision <= before or event.old != self.values.get(event.key):
+                raise AssertionError(f"{event} follows revision {before} and {self.values}")
+            self._revisions[event.key] = event.revision
+            if event.new is None:
+                self.values.pop(event.key, None)
+            else:
+                self.values[event.key] = event.new
+
+
+def watch(token: str, job: _Job) -> None:
+    """A watch, while others and this worker write. What it shows at a mark is as good as read."""
+    assert job.store is not None
+    view = _View(job.store)
+    job.watches.append(view)
+    client, mark = f"{token}.view", f"{WATCHED}~{token}"
+    _operations(f"{token}.0", job)()
+    if job.has_bursts:
+        job.store.multi_set([f"{WATCHED}{i}" for i in range(BURST)], [token] * BURST)
+    began = time.monotonic()
+    job.store.set(mark, "")
+    view.follow(lambda: mark in view.values)
+    for key in KEYS:
+        value = view.values.get(key)
+        shown = None if value is None else value.decode()
+        operations.append((key, Operation(client, ("get",), shown, began, time.monotonic())))

@@ -25,7 +25,7 @@ class Operation:
     One that is ``unknown`` failed without a reply: it may have taken effect at any time since, or never.
     """
 
-    client: int
+    client: int | str
     call: Any
     result: Any
     began: float

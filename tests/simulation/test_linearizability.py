@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.linearizability import Operation, explain
+from zmqgrad.testing.simulation.linearizability import Operation, explain
 
 
 def step(state: int, call: Any) -> tuple[int, Any]:
