@@ -65,13 +65,38 @@ def test_digits_are_learned(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_same_training_in_other_ways(tmp_path: Path) -> None:
-    """However many workers hold the layers, and over torch's own RPC: the same losses, up to rounding."""
+    """However many workers hold the layers, the losses are those of one process, up to rounding.
+
+    Over torch's own RPC they are near: on a busy machine, 2 of 14 such runs ended at 1.590 and 1.615.
+    """
     loss = r"last loss ([\d.]+)"
+    expected = number(loss, run("-c", DIGITS_IN_ONE_PROCESS, DIGITS, seconds=90))
     once = number(loss, digits(tmp_path, "--epochs", 1))
+    assert once == pytest.approx(expected, abs=1e-3)
     assert number(loss, digits(tmp_path, "--epochs", 1, workers=2)) == once
     assert number(loss, digits(tmp_path, "--epochs", 1, "--backend", "torch")) == pytest.approx(
-        once, abs=1e-3
+        expected, abs=0.1
     )
+
+
+DIGITS_IN_ONE_PROCESS = """
+import os, sys
+sys.path.insert(0, os.path.dirname(sys.argv.pop(1)))
+import torch
+import digits_pipeline as example
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(example.make_block(index, seed=0) for index in range(example.BLOCKS)))
+optimizer = torch.optim.Adam(model.parameters(), lr=example.OPTIONS.learning_rate)
+digits = example.load_digits(seed=0)
+order = torch.randperm(len(digits.train_labels), generator=torch.Generator().manual_seed(0))
+for batch in order.split(example.OPTIONS.batch_size):
+    scores = torch.cat([model(part) for part in digits.train_images[batch].chunk(2)])
+    loss = torch.nn.functional.cross_entropy(scores, digits.train_labels[batch])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"last loss {loss.item():.6f}")
+"""
 
 
 @pytest.mark.slow
