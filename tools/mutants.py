@@ -55,15 +55,16 @@ MUTANTS = {
         "                if record.id in worker.lost:\n                    self.on_lost(record.id)\n",
         "",
     ),
-    "loss-pass": Mutant(  # a pass does not see that a request announced later was lost before
+    "loss-pass": Mutant(  # a pass does not see that a request announced before is lost
         "autograd/engine/termination.py",
-        "            self._fail_if_lost()\n            failed = self._error is not None\n            done",
-        "            failed = self._error is not None\n            done",
+        "            self._lost[worker] = error\n            self._fail_if_lost()\n",
+        "            self._lost[worker] = error\n",
     ),
-    "pass-early": Mutant(  # a pass ends although a report has overtaken another
+    "pass-overtaken": Mutant(  # a report that has overtaken another is forgotten
         "autograd/engine/termination.py",
-        "done = failed or not (self._outstanding or self._reported_early)",
-        "done = failed or not self._outstanding",
+        "                    if self._outstanding.pop(request, None) is None:\n"
+        "                        self._reported_early.add(request)\n",
+        "                    self._outstanding.pop(request, None)\n",
     ),
     "watch-gap": Mutant(  # a lost notification is not noticed
         "store/watch_cache.py", "notification.previous > self.revision or _lacks", "_lacks"

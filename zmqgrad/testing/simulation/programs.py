@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zmqgrad import autograd, rpc
-from zmqgrad.errors import RpcTimeoutError, StoreTimeoutError
+from zmqgrad.errors import RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.store import TCPStore
 from zmqgrad.testing.simulation.linearizability import Operation
 
@@ -51,7 +51,7 @@ outcomes: dict[str, str] = {}
 kept: dict[str, Any] = {}
 """References that others left here, by token."""
 
-operations: list[tuple[str, Operation]] = []
+operations: list[list[Any]] = []
 """What this process did to the keys of the store, and saw of them: key and operation."""
 
 lags: list[float] = []
@@ -68,7 +68,6 @@ def program(rank: int) -> dict[str, str]:
     rpc.init_rpc(job.name, rank=rank, world_size=job.size)
     job.open_store()
     job.run()
-    rpc.barrier()  # nothing changes any more
     job.settle()
     rpc.shutdown()
     job.close_store()
@@ -145,16 +144,31 @@ class _Job:
         if work_on_store in self.kinds or watch in self.kinds:
             self.store = TCPStore("host0", STORE_PORT, is_master=self.rank == 0, timeout=STORE_SECONDS)
 
+    def opened(self) -> TCPStore:
+        """Returns the store.
+
+        Raises:
+            StoreError: if it could not be opened.
+        """
+        if self.store is None:
+            raise StoreError("the store was lost before it was opened")
+        return self.store
+
     def settle(self) -> None:
         """Waits until watches show the last state, and nobody holds a reference any more."""
         if self.store is not None:
+            if self.rng.random() < 0.5:
+                self.watches.append(_View(self.store))
+            else:  # the last write may come while a watch begins
+                operate(f"{self.rank}.last", self, self.rng.choice(KEYS[1:]), ("set", f"last{self.rank}"))
+            rpc.barrier()
             keys = self.store.list_keys(WATCHED)
             last = dict(zip(keys, self.store.multi_get(keys), strict=True))
-            rpc.barrier()
             for view in self.watches:
                 began = time.monotonic()
                 view.follow(lambda view=view: view.values == last)  # type: ignore[misc]
                 lags.append(time.monotonic() - began)
+        rpc.barrier()
         until = time.monotonic() + PATIENCE
         while any(counts := rpc.get_debug_info()["references"].values()) and time.monotonic() < until:
             time.sleep(0.1)  # no event tells that a reference is gone
@@ -380,32 +394,26 @@ def _operations(client: str, job: _Job) -> Callable[[], None]:
 
 def operate(client: str, job: _Job, key: str, call: tuple[Any, ...]) -> str:
     """Does one operation, and notes it. Returns the value that it found."""
-    store, began, unknown = job.store, time.monotonic(), True
-    result: Any = None
-    assert store is not None
-    try:
-        match call:
-            case "set", value:
-                store.set(key, value)
-            case "append", value:
-                store.append(key, value)
-            case "compare_set", expected, desired:
-                result = store.compare_set(key, expected, desired).decode()
-            case "add", amount:
-                result = store.add(key, amount)
-            case ("delete",):
-                result = store.delete_key(key)
-            case ("check",):
-                result = store.check([key])
-            case ("get",):
-                try:
-                    result = store.get(key).decode()
-                except StoreTimeoutError:
-                    result = None
-        unknown = False
-    finally:
-        operations.append((key, Operation(client, call, result, began, time.monotonic(), unknown)))
+    store, began = job.opened(), time.monotonic()
+    note = [key, Operation(client, call, None, began, math.inf, unknown=True)]
+    operations.append(note)  # now, since this process may be killed
+    result = _perform(store, key, *call)
+    note[1] = Operation(client, call, result, began, time.monotonic())
     return result if isinstance(result, str) else ""
+
+
+def _perform(store: TCPStore, key: str, name: str, *arguments: Any) -> Any:
+    if name == "check":
+        return store.check([key])
+    if name == "delete":
+        return store.delete_key(key)
+    try:
+        result = getattr(store, name)(key, *arguments)
+    except StoreTimeoutError as e:
+        if "wait timeout" not in str(e):  # the store has not replied
+            raise
+        return None
+    return result.decode() if isinstance(result, bytes) else result
 
 
 class _View:
@@ -436,17 +444,16 @@ class _View:
 
 def watch(token: str, job: _Job) -> None:
     """A watch, while others and this worker write. What it shows at a mark is as good as read."""
-    assert job.store is not None
-    view = _View(job.store)
+    store = job.opened()
+    view = _View(store)
     job.watches.append(view)
     client, mark = f"{token}.view", f"{WATCHED}~{token}"
     _operations(f"{token}.0", job)()
     if job.has_bursts:
-        job.store.multi_set([f"{WATCHED}{i}" for i in range(BURST)], [token] * BURST)
+        store.multi_set([f"{WATCHED}{i}" for i in range(BURST)], [token] * BURST)
     began = time.monotonic()
-    job.store.set(mark, "")
+    store.set(mark, "")
     view.follow(lambda: mark in view.values)
     for key in KEYS:
-        value = view.values.get(key)
-        shown = None if value is None else value.decode()
-        operations.append((key, Operation(client, ("get",), shown, began, time.monotonic())))
+        shown = view.values[key].decode() if key in view.values else None
+        operations.append([key, Operation(client, ("get",), shown, began, time.monotonic())])
