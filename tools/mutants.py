@@ -47,8 +47,10 @@ MUTANTS = {
     "fork-children": Mutant(  # a fork is deleted while the owner does not know its child
         "rpc/rref/protocol.py", " or fork.children or fork.deleting", " or fork.deleting"
     ),
-    "fork-confirmed": Mutant(  # a fork is deleted before the owner knows it
-        "rpc/rref/protocol.py", "if not (fork.released and fork.confirmed)", "if not fork.released"
+    "fork-accepted": Mutant(  # the parent of a fork is never told that the owner knows it
+        "rpc/rref/protocol.py",
+        "effects.append(SendChildAccept(fork.parent, fork.rref_id, fork_id))",
+        "pass",
     ),
     "loss-noticed": Mutant(  # nobody is told of a loss that was noticed before the collective began
         "rpc/membership/collectives.py",

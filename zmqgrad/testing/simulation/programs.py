@@ -326,9 +326,16 @@ def bursts(token: str, job: _Job) -> None:
 def product(x: torch.Tensor, factors: list[float], on_to: list[str]) -> torch.Tensor:
     """Multiplies ``x`` by the first factor, and by the others elsewhere."""
     y = x * factors[0]
+    if factors[0] > 5:
+        y.register_hook(slowly)
     if on_to:
         y = rpc.rpc_sync(on_to[0], product, args=(y, factors[1:], on_to[1:]))
     return y
+
+
+def slowly(gradient: torch.Tensor) -> None:
+    """Makes a pass take so long that workers are lost during it."""
+    time.sleep(0.02)
 
 
 def backward(token: str, job: _Job) -> None:
