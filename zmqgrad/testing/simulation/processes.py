@@ -137,7 +137,7 @@ class Process:
 
         class Library:
             def sched_yield(self) -> int:
-                scheduler.wait_until(lambda: False, scheduler.now() + SPIN_SECONDS)
+                scheduler.park(scheduler.now() + SPIN_SECONDS)
                 return 0
 
             def __getattr__(self, name: str) -> Any:

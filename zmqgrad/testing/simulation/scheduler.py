@@ -23,6 +23,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from zmqgrad.testing.simulation.network.scheduler import State
+
 TICK = 1e-6
 """Seconds that each point takes, so that a thread which polls the clock gets on."""
 
@@ -37,6 +39,10 @@ class Failure(Exception):
     """What a run found: a deadlock, a job that does not end, a broken oracle."""
 
 
+def _never() -> bool:
+    return False
+
+
 class Task:
     """A simulated thread."""
 
@@ -49,8 +55,10 @@ class Task:
         "priority",
         "process",
         "ready",
+        "since",
+        "states",
         "turn",
-        "woken",
+        "words",
     )
 
     def __init__(self, number: int, name: str, process: Any, priority: float) -> None:
@@ -62,11 +70,16 @@ class Task:
         """Of the real thread; 0 until it runs."""
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
-        self.ready: Callable[[], bool] | None = None
-        """What it waits for; None if it can run, or another thread wakes it."""
+        self.ready: Callable[[], bool] = _never
+        """What it waits for, unless another thread wakes it."""
+        self.states: tuple[State, ...] = ()
+        """On which that depends."""
         self.deadline = math.inf
-        self.woken = False
+        self.since = 0
+        """The number of its latest wait."""
         self.turn = 0
+        self.words: dict[str, bytes] = {}
+        """Of its points, for the digest."""
 
     def __repr__(self) -> str:
         return f"{getattr(self.process, 'name', '-')}/{self.name}"
@@ -98,9 +111,15 @@ class Scheduler:
         self._process: Any = None
         self._ready: dict[Task, None] = {}
         self._waiting: dict[Task, None] = {}
+        self._leader: Task | None = (
+            None  # of the highest priority among those that are ready; None: not known
+        )
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._deadlines: list[tuple[float, int, Task]] = []  # a heap; waits that have ended are still in it
+        self._alarm = math.inf  # when the next of both is due, or earlier
         self._numbers = itertools.count(1)
-        self._dirty = False  # some predicate may have changed
+        self._waits = itertools.count(1)
+        self._touched: dict[Task, None] = {}  # what these wait for may have happened
         self._busy = False  # a finalizer may call us at any line of our own
         self._end = _thread.allocate_lock()
         self._end.acquire()
@@ -146,7 +165,7 @@ class Scheduler:
     def spawn(self, function: Callable[[], object], name: str, process: Any) -> Task:
         """Adds a thread that runs ``function``."""
         task = Task(next(self._numbers), name, process, 1 + self.rng.random())
-        self._ready[task] = None
+        self._make_ready(task)
         _thread.start_new_thread(self._bootstrap, (task, function))
         return task
 
@@ -158,56 +177,79 @@ class Scheduler:
         self._busy = True
         self.points += 1
         self._now += TICK
-        self.digest = zlib.crc32(b"%d %s" % (me.number, what.encode()), self.digest)
+        word = me.words.get(what)
+        if word is None:
+            word = me.words[what] = b"%d %s" % (me.number, what.encode())
+        self.digest = zlib.crc32(word, self.digest)
         if self.log is not None:
             self.log.append(f"{self._now:.6f} {me} {what}")
         if self.points > self._most_points:
             self._fail(f"the job has not ended within {self._most_points} points")
         me.turn += 1
         if me.turn > LONGEST_TURN:
-            me.turn, me.priority = 0, self.rng.random() / 8
+            me.turn, me.priority, self._leader = 0, self.rng.random() / 8, None
         if self.points in self._changes:
-            me.priority = self._changes[self.points]
+            me.priority, self._leader = self._changes[self.points], None
         self._yield(me)
 
-    def wait_until(self, ready: Callable[[], bool], deadline: float | None) -> bool:
-        """Blocks until ``ready()``, or the clock reads ``deadline``. Returns ``ready()``."""
+    def wait_until(self, ready: Callable[[], bool], deadline: float | None, *states: State) -> bool:
+        """Blocks until ``ready()``, or the clock reads ``deadline``. Returns ``ready()``.
+
+        Args:
+            ready: has no side effects; may be called in any thread.
+            states: all on which the outcome of ``ready`` depends.
+        """
         while not ready():
             if deadline is not None and self._now >= deadline:
                 return False
-            self.park(ready, deadline)
+            self.park(deadline, ready, states)
         return True
 
-    def notify(self) -> None:
-        """Says that what threads wait for may have happened."""
-        self._dirty = True
+    def notify(self, state: State) -> None:
+        """Says that ``state`` has changed: what threads wait for may have happened."""
+        if state.waiters:
+            self._touched.update(state.waiters)
+        for whole in state.wholes:
+            self.notify(whole)
 
     def call_at(self, moment: float, action: Callable[[], None]) -> None:
         """Runs ``action``, which must not block, when the clock reads ``moment``."""
         heapq.heappush(self._timers, (moment, next(self._numbers), action))
+        self._alarm = min(self._alarm, moment)
 
-    def park(self, ready: Callable[[], bool] | None, deadline: float | None) -> None:
+    def park(
+        self,
+        deadline: float | None,
+        ready: Callable[[], bool] = _never,
+        states: tuple[State, ...] = (),
+    ) -> None:
         """Blocks the calling thread until ``ready()``, :meth:`wake`, or ``deadline``."""
         me = self.current
         assert me is not None, "only a simulated thread can wait"
-        me.ready, me.woken, me.turn = ready, False, 0
-        me.deadline = math.inf if deadline is None else deadline
-        self._ready.pop(me, None)
+        me.ready, me.states, me.since, me.turn = ready, states, next(self._waits), 0
+        me.deadline = math.inf
+        if deadline is not None:
+            me.deadline = deadline
+            heapq.heappush(self._deadlines, (deadline, me.since, me))
+            self._alarm = min(self._alarm, deadline)
+        for state in states:
+            state.waiters[me] = None
+        del self._ready[me]
+        self._leader = None
         self._waiting[me] = None
         self._yield(me)
 
     def wake(self, task: Task) -> None:
         """Ends the wait of ``task``."""
         if task in self._waiting:
-            task.woken = True
-            del self._waiting[task]
-            self._ready[task] = None
+            self._make_ready(task)
 
     def remove(self, gone: Callable[[Task], bool]) -> None:
         """Never again runs the tasks that are ``gone``. Does not return in one of them."""
         for tasks in (self._ready, self._waiting):
             for task in [t for t in tasks if gone(t)]:
                 del tasks[task]
+        self._leader = None
         me = self.current
         if me is not None and gone(me) and not self._busy:
             self._pass_on(self._choose())
@@ -257,24 +299,42 @@ class Scheduler:
             self._on_switch(task.process)
         task.baton.release()
 
+    def _make_ready(self, task: Task) -> None:
+        self._waiting.pop(task, None)
+        for state in task.states:
+            state.waiters.pop(task, None)
+        task.states = ()
+        self._ready[task] = None
+        self._leader = None
+
     def _refresh(self) -> None:
-        """Makes threads ready whose wait has ended, and runs due timers."""
+        """Runs due timers, and makes threads ready whose wait has ended: who has waited longest, first."""
         while self._timers and self._timers[0][0] <= self._now:
             heapq.heappop(self._timers)[2]()
-        dirty, self._dirty = self._dirty, False
-        for task in list(self._waiting):
-            if task.deadline <= self._now or (dirty and task.ready is not None and task.ready()):
-                del self._waiting[task]
-                self._ready[task] = None
+        touched, self._touched = self._touched, {}
+        ended = [task for task in touched if task in self._waiting and task.ready()]
+        while (moment := self._next_deadline()) <= self._now:
+            ended.append(heapq.heappop(self._deadlines)[2])
+        self._alarm = min(moment, self._timers[0][0] if self._timers else math.inf)
+        for task in sorted(ended, key=_wait):
+            self._make_ready(task)
+
+    def _next_deadline(self) -> float:
+        """Returns when the next wait ends, if what it waits for does not happen."""
+        while self._deadlines:
+            deadline, since, task = self._deadlines[0]
+            if task.since == since and task in self._waiting:
+                return deadline
+            heapq.heappop(self._deadlines)
+        return math.inf
 
     def _choose(self) -> Task:
         """Returns who goes on, after a jump of time if need be."""
         self._busy = True
-        self._refresh()
+        if self._touched or self._now >= self._alarm:
+            self._refresh()
         while not self._ready:
-            moment = min((task.deadline for task in self._waiting), default=math.inf)
-            if self._timers:
-                moment = min(moment, self._timers[0][0])
+            moment = min(self._next_deadline(), self._timers[0][0] if self._timers else math.inf)
             if moment == math.inf:
                 self._fail("deadlock: no thread can run, and none waits for a moment")
             if moment > self._limit:
@@ -287,10 +347,11 @@ class Scheduler:
 
     def _pick(self) -> Task:
         if self._random_turns and len(self._ready) > 1 and self.rng.random() < self._random_turns:
-            chosen = self.rng.choice(list(self._ready))
-            chosen.priority = 1 + max(task.priority for task in self._ready)
-            return chosen
-        return max(self._ready, key=_priority)
+            self._leader = self.rng.choice(list(self._ready))
+            self._leader.priority = 1 + max(task.priority for task in self._ready)
+        elif self._leader is None:
+            self._leader = max(self._ready, key=_priority)
+        return self._leader
 
     def _fail(self, message: str) -> None:
         failure = Failure(f"{message}\n{self.stacks()}")
@@ -301,6 +362,10 @@ class Scheduler:
 
 def _priority(task: Task) -> float:
     return task.priority
+
+
+def _wait(task: Task) -> int:
+    return task.since
 
 
 def _stop(me: Task | None) -> None:

@@ -50,7 +50,7 @@ def lock_type(scheduler: Scheduler) -> type:
                     return False
                 assert me is not None, "a lock that is held at import can never be released"
                 self._waiters.append(me)
-                scheduler.park(None, deadline)
+                scheduler.park(deadline)
                 if me in self._waiters:
                     self._waiters.remove(me)
             self._held = True
@@ -167,7 +167,7 @@ def time_module(scheduler: Scheduler) -> ModuleType:
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
         scheduler.point("sleep")
-        scheduler.wait_until(lambda: False, scheduler.now() + max(seconds, 1e-6))
+        scheduler.park(scheduler.now() + max(seconds, 1e-6))
 
     module = forwarding(time)
     vars(module).update(

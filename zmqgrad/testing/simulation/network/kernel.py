@@ -9,6 +9,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zmqgrad.testing.simulation.network.scheduler import State
+
 if TYPE_CHECKING:
     from zmqgrad.testing.simulation.network.network import Network
 
@@ -29,10 +31,11 @@ def failure(number: int, text: str = "") -> OSError:
     return OSError(number, text or os.strerror(number))
 
 
-class Description:
+class Description(State):
     """An open file description: what descriptors refer to. It ends with the last of them."""
 
     def __init__(self, network: Network) -> None:
+        super().__init__()
         self.network = network
         self.references = 0
         self.blocking = True
@@ -49,14 +52,14 @@ class Description:
 
     def changed(self) -> None:
         """Tells those who wait."""
-        self.network.scheduler.notify()
+        self.network.scheduler.notify(self)
         if self.on_change is not None:
             self.on_change()
 
     def block(self, ready: Callable[[], bool], blocking: bool, deadline: float | None = None) -> bool:
-        """Waits until ``ready()``, if this may block. Returns ``ready()``."""
+        """Waits until ``ready()``, which depends on this, if it may block. Returns ``ready()``."""
         while not ready():  # another thread may have taken what was there
-            if not blocking or not self.network.scheduler.wait_until(ready, deadline):
+            if not blocking or not self.network.scheduler.wait_until(ready, deadline, self):
                 return ready()
         return True
 
@@ -208,7 +211,7 @@ class Process:
         description.references -= 1
         if not description.references:
             description.released()
-        self.network.scheduler.notify()
+        self.network.scheduler.notify(description)
 
     # ---- what happens to it -----------------------------------------------------------------------------
 

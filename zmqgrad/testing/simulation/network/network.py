@@ -180,8 +180,7 @@ class Network:
 
         if socket.connected:
             raise failure(errno.EISCONN)
-        listener()
-        if not socket.block(has_room, socket.blocking, socket.deadline(False)):
+        if not listener().block(has_room, socket.blocking, socket.deadline(False)):
             raise failure(errno.EAGAIN)
         found = listener()
         accepted = Socket(self, found.process, socket.family, socket.kind)

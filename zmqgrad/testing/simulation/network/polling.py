@@ -43,13 +43,14 @@ class Poll:
         scheduler.point("poll")
         masks = dict(self._masks)  # a poll under way does not see later changes
         files = {fd: self._process.table.get(fd) for fd in masks}
+        watched = [file for file in files.values() if file is not None]
 
         def ready() -> list[tuple[int, int]]:
             return [(fd, seen) for fd, mask in masks.items() if (seen := _seen(files[fd], mask))]
 
         deadline = _deadline(self._process, None if timeout is None else timeout / 1000)
         while not (found := ready()) and timeout != 0:  # another thread may have taken what was there
-            if not scheduler.wait_until(lambda: bool(ready()), deadline):
+            if not scheduler.wait_until(lambda: bool(ready()), deadline, *watched):
                 break
         return found
 
@@ -63,10 +64,16 @@ def _number(fd: Any) -> int:
 
 
 class _Entry:
-    def __init__(self, description: Description, mask: int) -> None:
+    def __init__(self, epoll: EpollFile, description: Description, mask: int) -> None:
         self.description = description
         self.mask = mask
         self.armed = True
+        self._epoll = epoll
+        description.wholes.append(epoll)
+
+    def forget(self) -> None:
+        """The epoll does not watch it any more."""
+        self.description.wholes.remove(self._epoll)
 
     def seen(self) -> int:
         """Returns its events, unless it has been disarmed, or its descriptors are closed."""
@@ -83,6 +90,12 @@ class EpollFile(Description):
     def events(self) -> int:
         """As :class:`Description`."""
         return IN if any(entry.seen() for entry in self.entries.values()) else 0
+
+    def released(self) -> None:
+        """As :class:`Description`."""
+        for entry in self.entries.values():
+            entry.forget()
+        self.entries.clear()
 
 
 class Epoll:
@@ -125,7 +138,7 @@ class Epoll:
         number = _number(fd)
         entry, known = self._file.entries.get(number), self._process.get(number)
         if entry is not None and entry.description is not known:  # that of a descriptor closed since
-            del self._file.entries[number]
+            self._file.entries.pop(number).forget()
             entry = None
         return number, entry
 
@@ -134,7 +147,7 @@ class Epoll:
         number, entry = self._find(fd)
         if entry is not None:
             raise failure(errno.EEXIST)
-        self._file.entries[number] = _Entry(self._process.get(number), int(eventmask))
+        self._file.entries[number] = _Entry(self._file, self._process.get(number), int(eventmask))
         self._file.changed()
 
     def modify(self, fd: Any, eventmask: int) -> None:
@@ -150,7 +163,7 @@ class Epoll:
         number, entry = self._find(fd)
         if entry is None:
             raise failure(errno.ENOENT)
-        del self._file.entries[number]
+        self._file.entries.pop(number).forget()
 
     def poll(self, timeout: float | None = None, maxevents: int = -1) -> list[tuple[int, int]]:
         """As ``epoll.poll``."""
@@ -160,7 +173,7 @@ class Epoll:
         self._check()  # another thread may have closed it
         file, deadline = self._file, _deadline(self._process, timeout)
         while not file.events() and timeout != 0:  # another thread may have taken what was there
-            if not scheduler.wait_until(lambda: bool(file.events()), deadline):
+            if not scheduler.wait_until(lambda: bool(file.events()), deadline, file):
                 break
         found: list[tuple[int, int]] = []
         entries = list(file.entries.items())

@@ -6,11 +6,24 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Deadlock(Exception):
     """The only thread waits for what can never happen."""
+
+
+class State:
+    """What threads wait for. Whoever changes it tells the scheduler.
+
+    Attributes:
+        waiters: the threads that wait for it to change: of the scheduler.
+        wholes: states that change whenever this one does, as that of an epoll.
+    """
+
+    def __init__(self) -> None:
+        self.waiters: dict[Any, None] = {}
+        self.wholes: list[State] = []
 
 
 class Scheduler(Protocol):
@@ -21,15 +34,16 @@ class Scheduler(Protocol):
     def now(self) -> float:
         """Returns the time in seconds."""
 
-    def wait_until(self, ready: Callable[[], bool], deadline: float | None) -> bool:
+    def wait_until(self, ready: Callable[[], bool], deadline: float | None, *states: State) -> bool:
         """Blocks the calling thread until ``ready()``, or ``deadline``. Returns ``ready()``.
 
         Args:
-            ready: has no side effects; may be called in any thread, after each :meth:`notify`.
+            ready: has no side effects; may be called in any thread.
+            states: all on which the outcome of ``ready`` depends.
         """
 
-    def notify(self) -> None:
-        """Tells that the outcome of some ``ready`` may have changed. Does not switch threads."""
+    def notify(self, state: State) -> None:
+        """Tells that ``state`` has changed. Does not switch threads."""
 
     def point(self, what: str) -> None:
         """Lets other threads run, as a system call does. The state is consistent then."""
@@ -51,7 +65,7 @@ class ManualScheduler:
         """As :class:`Scheduler`."""
         return self._now
 
-    def notify(self) -> None:
+    def notify(self, state: State) -> None:
         """Does nothing: nobody else waits."""
 
     def point(self, what: str) -> None:
@@ -63,7 +77,7 @@ class ManualScheduler:
         """As :class:`Scheduler`."""
         heapq.heappush(self._actions, (moment, next(self._order), action))
 
-    def wait_until(self, ready: Callable[[], bool], deadline: float | None) -> bool:
+    def wait_until(self, ready: Callable[[], bool], deadline: float | None, *states: State) -> bool:
         """As :class:`Scheduler`.
 
         Raises:

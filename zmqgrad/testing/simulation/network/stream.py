@@ -294,6 +294,7 @@ class Socket(Description):
 
     def _drop(self, chunk: Chunk) -> None:
         self.sending -= chunk.cost
+        self.network.scheduler.notify(self)
         for one in chunk.passed:
             if isinstance(one, Description):
                 self.process.drop(one)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from zmqgrad.testing.simulation.network.kernel import Process
+from zmqgrad.testing.simulation.network.scheduler import State
 from zmqgrad.testing.simulation.network.zmq_pipes import connect
 from zmqgrad.testing.simulation.network.zmq_sockets import TYPES, Core, Monitor
 
@@ -37,7 +38,6 @@ class IoThread:
     def _run(self) -> None:
         self._scheduled = False
         self._waiting.popleft()()
-        self._process.network.scheduler.notify()
         if self._waiting:
             self._schedule()
 
@@ -50,6 +50,8 @@ class ContextCore:
         self.io = IoThread(process)
         self.cores: list[Core] = []
         self.sessions: set[Session] = set()
+        self.contents = State()
+        """Of :attr:`cores` and :attr:`sessions`, for who waits until there are none."""
         self.terminated = False
         self.names: dict[str, Core | Monitor] = {}
         """What is bound within this process."""
@@ -115,4 +117,4 @@ class ContextCore:
         self.terminated = True
         for core in self.cores:
             core.command(lambda: None)
-        self.process.network.scheduler.wait_until(self.is_over, None)
+        self.process.network.scheduler.wait_until(self.is_over, None, self.contents)

@@ -332,7 +332,7 @@ class Session:
         self.context.sessions.discard(self)
         if self.end is not None:
             self.end.leave(drop=drop)
-        self.process.network.scheduler.notify()
+        self.process.network.scheduler.notify(self.context.contents)
 
     def close(self, linger: int) -> None:
         """The socket is closed: sends what is queued, for at most ``linger`` ms (negative: no limit)."""

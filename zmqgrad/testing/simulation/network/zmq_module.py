@@ -174,7 +174,11 @@ class SimZmqSocket:
             raise zmq.Again()
         scheduler = core.context.process.network.scheduler
         deadline = None if timeout < 0 else scheduler.now() + timeout / 1000
-        if not scheduler.wait_until(lambda: bool(core.file.waiting or core.context.terminated), deadline):
+
+        def has_command() -> bool:
+            return bool(core.file.waiting or core.context.terminated)
+
+        if not scheduler.wait_until(has_command, deadline, core.file):
             raise zmq.Again()
         core.take_commands()
 
@@ -263,7 +267,7 @@ class SimZmqSocket:
             connector.close(milliseconds)
         core.context.process.close(core.fd)
         core.context.cores.remove(core)
-        core.context.process.network.scheduler.notify()
+        core.context.process.network.scheduler.notify(core.context.contents)
 
     def __enter__(self) -> SimZmqSocket:
         return self
