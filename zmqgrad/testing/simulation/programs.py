@@ -327,7 +327,7 @@ def product(x: torch.Tensor, factors: list[float], on_to: list[str]) -> torch.Te
     """Multiplies ``x`` by the first factor, and by the others elsewhere."""
     y = x * factors[0]
     if factors[0] > 5:
-        y.register_hook(slowly)
+        y.register_hook(slowly)  # type: ignore[no-untyped-call]
     if on_to:
         y = rpc.rpc_sync(on_to[0], product, args=(y, factors[1:], on_to[1:]))
     return y
