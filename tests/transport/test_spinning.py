@@ -13,7 +13,14 @@ from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc import RpcBackendOptions
 from zmqgrad.runtime.clock import ManualClock
-from zmqgrad.runtime.spinning import COOLDOWN_WAITS, MAX_CREDIT, SPIN_SECONDS, SpinBudget, Spinner
+from zmqgrad.runtime.spinning import (
+    COOLDOWN_WAITS,
+    CROWDED_SECONDS,
+    MAX_CREDIT,
+    SPIN_SECONDS,
+    SpinBudget,
+    Spinner,
+)
 from zmqgrad.transport import local
 from zmqgrad.transport.base import Mailbox
 from zmqgrad.transport.mailbox import ZmqMailbox
@@ -31,19 +38,28 @@ class Spinning(OverZmq):
         return ZmqMailbox(name, worker_id, tcp_host=None, spin_seconds=self._seconds)
 
 
-class Place:
-    """Where something is found at the ``at``-th look; each look takes a tenth of the time that there is."""
+LOOK = CROWDED_SECONDS / 2
+"""What a look takes, on a core that nobody else needs."""
 
-    def __init__(self, at: int | None = None, seconds: float = SPIN_SECONDS) -> None:
+LOOKS = 10
+"""There is time for so many."""
+
+
+class Place:
+    """Where something is found at the ``at``-th look."""
+
+    def __init__(self, at: int | None = None, seconds: float = LOOKS * LOOK) -> None:
         self.clock = ManualClock()
         self.budget = SpinBudget(seconds)
         self.spinner = Spinner(self.budget, self.clock)
         self.at = at
         self.looks = 0
+        self.crowded = -1
+        """The look during which others run on this core."""
 
     def poll(self, seconds: float) -> list[int]:
         assert seconds == 0
-        self.clock.advance(SPIN_SECONDS / 10)
+        self.clock.advance(2.1 * CROWDED_SECONDS if self.looks == self.crowded else LOOK)
         self.looks += 1
         return [7] if self.looks == self.at else []
 
@@ -61,18 +77,18 @@ def test_an_early_event_is_found() -> None:
 
 
 def test_spinning_ends_at_its_time_limit() -> None:
-    assert Place().wait() == 10
+    assert Place().wait() == LOOKS
 
 
 def test_spin_duration_is_configurable() -> None:
-    assert Place(seconds=SPIN_SECONDS / 2).wait() == 5
+    assert Place(seconds=LOOKS * LOOK / 2).wait() == 5
 
 
 def test_unsolicited_messages_have_a_shorter_limit() -> None:
     place = Place()
-    place.spinner = Spinner(place.budget, place.clock, at_most=SPIN_SECONDS / 5)
+    place.spinner = Spinner(place.budget, place.clock, at_most=2 * LOOK)
     assert place.wait() == 2
-    place.budget.seconds = SPIN_SECONDS / 10
+    place.budget.seconds = LOOK
     assert place.wait() == 1
 
 
@@ -122,7 +138,20 @@ def test_a_working_thread_ends_spinning() -> None:
 
     assert place.spinner.spin(poll) == []
     assert place.looks == 1
-    assert place.wait() == 10  # it was not in vain: it was ended
+    assert place.wait() == LOOKS  # it was not in vain: it was ended
+
+
+def test_none_spins_on_a_core_that_others_need() -> None:
+    place = Place()
+    place.crowded = 3
+    assert place.wait() == 4
+    assert all(place.wait() == 4 for _ in range(MAX_CREDIT))  # nor was it in vain
+
+
+def test_what_the_others_have_sent_is_found() -> None:
+    place = Place(at=4)
+    place.crowded = 3
+    assert place.spinner.spin(place.poll) == [7]
 
 
 def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ releases the GIL and yields the processor: the kernel likes to put a thread on t
 that wakes it, so the peer whose reply is awaited may need this very core.
 
 Spinning uses at most one core per worker: only the thread that began last spins, none spins beside a thread
-that works, and a thread whose spins rarely succeed backs off.
+that works, and a thread whose spins rarely succeed backs off. None spins on a core that others need: while
+the workers of a host compute, all cores are theirs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ MAX_CREDIT = 8
 
 COOLDOWN_WAITS = 16
 """After too many unsuccessful spins, this many waits block at once."""
+
+CROWDED_SECONDS = 2e-4
+"""If so much time passes between two polls, which take a hundredth of it, others need this core."""
 
 _yield = ctypes.CDLL(None).sched_yield
 """By ctypes, as ``os.sched_yield`` does not release the GIL."""
@@ -93,7 +97,7 @@ class Spinner:
         if self._began - before > budget.recency:
             return []
         budget.owner = self
-        until = self._began + min(budget.seconds, self._at_most)
+        at, until = self._began, self._began + min(budget.seconds, self._at_most)
         while True:
             found = poll(0)
             if found:
@@ -101,7 +105,10 @@ class Spinner:
                 return found
             if budget.owner is not self:
                 return []
-            if now() >= until:
+            before, at = at, now()
+            if at >= until:
                 self._credit = self._credit - 2 if self._credit > 2 else -COOLDOWN_WAITS
                 return []
+            if at - before > CROWDED_SECONDS:
+                return []  # what ran here meanwhile was not the awaited peer, or has not answered yet
             _yield()
