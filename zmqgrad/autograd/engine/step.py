@@ -1,9 +1,9 @@
 """One step of a thread in a backward pass: handle requests, send the gradients they produce, and report.
 
 A request is the gradients for one send, known by its autograd id. The gradients that requests produce for
-other workers are sent when the queue of the pass is empty, or after ``FLUSH_SECONDS``; those for one worker
-travel in one message (:mod:`~zmqgrad.autograd.engine.batch`). So the micro-batches of a pipeline, or calls
-that ran at the same time, take one message per worker instead of one each, and long computations do not
+other workers are sent when the queue of the pass is empty, or after ``FLUSH_SECONDS`` of work; those for one
+worker travel in one message (:mod:`~zmqgrad.autograd.engine.batch`). So the micro-batches of a pipeline, or
+calls that ran at the same time, take one message per worker instead of one each, and long computations do not
 delay other workers.
 
 A report lists the handled requests and those that they set off. So the coordinator never mistakes a running
@@ -41,6 +41,24 @@ SHORT_RUN_SECONDS = FLUSH_SECONDS / 4
 """If a run of entries took less, the next one has twice as many; else it has one."""
 
 
+class _Effort:
+    """The time that the calling thread works, from now on.
+
+    The wait for a core does not count: messages would make it longer, as their receivers need cores, too. If
+    waiting takes most of the time, it is for something else, such as a device, and counts in part.
+    """
+
+    __slots__ = ("_began", "_now", "_used")
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._began, self._used = now(), thread_time()
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return max(thread_time() - self._used, (self._now() - self._began) / 4)
+
+
 class BackwardStep:
     """Handles requests of one pass in the calling thread.
 
@@ -71,7 +89,7 @@ class BackwardStep:
         # By worker, and whether the tensors had arrived in a reply, which matters with device maps.
         self._batches: dict[tuple[int, bool], Batch] = {}
         self._sent: list[tuple[int, tuple[int, ...]]] = []
-        self._began = participant.now()
+        self._effort = _Effort(participant.now)
 
     def carry_out(self, action: Callable[[], object]) -> None:
         """Call ``action``, send the gradients that it produces, and report.
@@ -117,22 +135,19 @@ class BackwardStep:
         Returns:
             Whether there was anything to handle.
         """
-        now, queue = self._participant.now, self._pass.queue
-        at, count, used = self._began, 1, thread_time()
+        queue = self._pass.queue
+        count, spent = 1, 0.0
         while arrivals := queue.take(count):
             if queue.needs_help():
                 self._participant.request_help(self._pass, self._pass_id, self._root, self._channel)
             for send, _ in arrivals:
                 self._handled.append(send)
             self._pass.arrive(arrivals, self)
-            before, at = at, now()
-            used_before, used = used, thread_time()
-            # A run waits for a core for a part of its time; if it takes long, it waits for something else.
-            effort = max(used - used_before, (at - before) / 4)
-            self._participant.note_effort(effort / len(arrivals))
-            if at - self._began > FLUSH_SECONDS:
+            before, spent = spent, self._effort.seconds()
+            self._participant.note_effort((spent - before) / len(arrivals))
+            if spent > FLUSH_SECONDS:
                 break
-            count = 2 * count if at - before < SHORT_RUN_SECONDS else 1
+            count = 2 * count if spent - before < SHORT_RUN_SECONDS else 1
         return bool(self._handled)
 
     def _send_all(self) -> bool:
@@ -182,8 +197,8 @@ class BackwardStep:
         batch.add(recv, gradients)
 
     def flush_if_late(self) -> None:
-        """Send the batches if they have waited for ``FLUSH_SECONDS``."""
-        if self._batches and self._participant.now() - self._began > FLUSH_SECONDS:
+        """Send the batches if ``FLUSH_SECONDS`` of work have passed."""
+        if self._batches and self._effort.seconds() > FLUSH_SECONDS:
             self._flush()
 
     def _flush(self) -> None:
