@@ -199,7 +199,7 @@ class World(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.network = Network(self.scheduler)
         self.also = frozenset(also)
         self._shown: Process | None = None
-        self._late: set[str] = set()
+        self._late: set[str] = set()  # modules that perhaps not all processes have a copy of
         self.processes = [Process(self, i, hosts[i % len(hosts)], 100 + i) for i in range(workers)]
         for process in self.processes:
             self._load(process)
@@ -235,6 +235,7 @@ class World(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         sys.meta_path.insert(0, self)
         for name in [name for name in sys.modules if self._copies(name)]:
             del sys.modules[name]
+        self._late.clear()
 
     def _show(self, process: Process) -> None:
         for name in self._late - process.view.keys():
