@@ -317,6 +317,21 @@ def test_blocked_queries_continue_at_the_restarted_server(world: World) -> None:
         assert sorted(got, key=str) == [None, b"pushed", b"set"]
 
 
+@pytest.mark.parametrize("fate", ["the reply is lost", "the reply is cut in two"])
+def test_a_wait_whose_reply_was_lost_ends_though_its_key_is_gone(world: World, fate: str) -> None:
+    with world.connect() as store, TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as other:
+        got: list[bytes] = []
+        waiter = threading.Thread(target=lambda: got.append(store.get("k")))
+        waiter.start()
+        eventually(lambda: world.server.statistics()["parked"], lambda parked: parked == 1)
+        world.strike(fate)
+        other.set("k", "set")
+        assert other.delete_key("k")
+        waiter.join(PATIENCE)
+        assert got == [b"set"]
+        assert store.add("n", 1) == 1
+
+
 def test_a_wait_that_is_not_repeated_is_forgotten() -> None:
     """So clients that died, or went without a word, keep nothing and take nothing."""
     clock = ManualClock()

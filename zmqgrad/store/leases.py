@@ -1,8 +1,8 @@
-"""State that a server keeps for its clients between queries: blocked queries, unacknowledged items, watches.
+"""State that a server keeps for its clients between queries: blocked queries, what they got, watches.
 
 Each is a lease, which expires unless its client renews it. So dead clients cost nothing, and disconnects need
-not be detected. A client has one query at a time. It repeats a blocked query every few seconds, and
-acknowledges an item that it has popped; its next query ends either state. Pure.
+not be detected. A client has one query at a time. It repeats a query every few seconds until it receives the
+reply, and acknowledges an item that it has popped; its next query ends either state. Pure.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class Requester:
     """A query, and the ``route`` of its last copy and of the reply.
 
     It is blocked, and expires unless it is repeated; or it has popped ``item`` from ``queue``, and expires
-    unless that is acknowledged.
+    unless that is acknowledged; or it was sent ``reply``, which may be lost, while its condition may hold no
+    longer.
     """
 
-    __slots__ = ("client_id", "expires", "item", "query", "queue", "request_id", "route")
+    __slots__ = ("client_id", "expires", "item", "query", "queue", "reply", "request_id", "route")
 
     def __init__(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         self.route = route
@@ -41,11 +42,12 @@ class Requester:
         self.query = query
         self.queue = ""
         self.item: Item | None = None
+        self.reply: Message | None = None
         self.expires = 0.0
 
 
 class Requesters:
-    """Blocked queries and unacknowledged items, at most one of the two for each client."""
+    """Blocked queries, unacknowledged items, and replies to those that waited; at most one per client."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.max_waiting = max_waiting
@@ -74,10 +76,16 @@ class Requesters:
         requester.queue, requester.item, requester.expires = queue, item, now + ACK_SECONDS
         self.open[requester.client_id] = requester
 
+    def replied(self, requester: Requester, reply: Message, now: float) -> None:
+        """Record that ``reply`` was sent to ``requester``, which is no longer blocked."""
+        if requester.reply is None:
+            self._waiting -= 1
+        requester.reply, requester.expires = reply, now + RENEW_SECONDS
+
     def release(self, client_id: int) -> None:
         """Drop the entry of ``client_id``."""
         requester = self.open.pop(client_id, None)
-        if requester is not None and requester.item is None:
+        if requester is not None and requester.item is None and requester.reply is None:
             self._waiting -= 1
 
     def expired(self, now: float) -> list[Requester]:

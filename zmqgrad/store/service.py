@@ -81,7 +81,7 @@ class StoreService:
         self._now = clock.now
         self._uncommitted: list[Effect] = []  # not carried out before the journal has committed
         self._requesters = Requesters(max_waiting)
-        self._open = self._requesters.open  # by client id: its blocked query or unacknowledged item
+        self._open = self._requesters.open  # by client id: what it waits for, or may not have received
         self._watches = WatchLeases()
         self._make_publisher = make_publisher
         self._publisher: Publisher | None = None
@@ -106,7 +106,10 @@ class StoreService:
     def _is_repeated(self, entry: Requester, route: Route, request_id: int, query: Message) -> bool:
         """Whether ``query`` is the open query of its client again, or an earlier one."""
         if request_id == entry.request_id:
-            if entry.item is None:
+            if entry.reply is not None:
+                entry.route = route
+                self._carry_out([Reply(entry, entry.reply)])
+            elif entry.item is None:
                 self._requesters.renew(entry, route, self._now())
             else:
                 entry.route = route
@@ -119,7 +122,7 @@ class StoreService:
         return request_id < entry.request_id
 
     def _give_up(self, entry: Requester) -> None:
-        """Cancel a blocked query, or return an unacknowledged item to its queue."""
+        """Cancel a blocked query, forget its reply, or return an unacknowledged item to its queue."""
         self._requesters.release(entry.client_id)
         if entry.item is None:
             self.state.cancel(entry)
@@ -303,7 +306,7 @@ class StoreService:
             self._uncommitted += effects
 
     def _deliver(self, effects: list[Effect]) -> None:
-        """Send replies and publish notifications. A blocked requester that gets its reply is open no more."""
+        """Send replies and publish notifications."""
         for effect in effects:
             if type(effect) is Reply:
                 requester: Requester = effect.requester
@@ -311,7 +314,7 @@ class StoreService:
                 if self._open.get(requester.client_id) is not requester:
                     continue
                 if requester.item is None:
-                    self._requesters.release(requester.client_id)
+                    self._requesters.replied(requester, effect.message, self._now())
                 elif not sent:
                     self._give_up(requester)  # the item returns to its queue
             elif type(effect) is Notification and self._publisher is not None:
