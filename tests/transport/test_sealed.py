@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
@@ -428,6 +429,24 @@ def test_the_end_of_a_peer_follows_what_has_arrived_by_its_channel(either: Pair)
     assert either.ends[1].get(timeout=WAIT).reason == "lost"
     assert either.arrived[1].empty()
     assert either.sealed(1)["channels"] == 0
+
+
+def test_a_goodbye_does_not_overtake_large_messages(either: Pair) -> None:
+    either.send(0, some(1))
+    either.take()
+    assert either.relay is not None
+    passes = threading.Event()
+    either.relay.fate = lambda direction, chunk: "pass" if passes.wait(WAIT) else "drop"
+    for n in (1, 3):
+        either.mailboxes[0].send(1, CALL, n)
+        either.send(n + 1, some(2))
+    closing = threading.Thread(target=either.mailboxes[0].close, args=("it leaves",))
+    closing.start()
+    closing.join(0.2)  # if it does not wait, the other one hears that it leaves
+    passes.set()
+    assert either.ends[1].get(timeout=WAIT).reason == "it leaves"
+    closing.join(WAIT)
+    assert sorted(either.take().envelope.message_id for _ in range(either.arrived[1].qsize())) == [1, 2, 3, 4]
 
 
 def test_the_tap_sees_no_keys(pair: Pair) -> None:

@@ -412,8 +412,10 @@ class ZmqMailbox(Mailbox):
         return _wait_until(self._is_flushed, deadline)
 
     def _is_flushed(self) -> bool:
-        peers = [link.peer for link in self._links.all() if not link.ended]
-        return self._links.flushed() and not any(self._sealed.unacknowledged(peer) for peer in peers)
+        return self._links.flushed() and self._bulk_has_arrived()
+
+    def _bulk_has_arrived(self) -> bool:
+        return not any(self._sealed.unacknowledged(link.peer) for link in self._links.all() if not link.ended)
 
     # ---- the ends of links ------------------------------------------------------------------------------
 
@@ -505,11 +507,14 @@ class ZmqMailbox(Mailbox):
         self._sessions.close()
         self._plane.send_window.close()
         if goodbye:
+            deadline, waits = Deadline.after(GOODBYE_LINGER_MS / 1000), self._may_wait()
+            if waits:  # what went by other connections must not be overtaken
+                _wait_until(self._bulk_has_arrived, deadline)
             for link in self._links.all():
                 if link.peer != self.worker_id and not link.ended:
                     self._say_goodbye(link, goodbye)
-            if self._may_wait():
-                _wait_until(self._links.have_left, Deadline.after(GOODBYE_LINGER_MS / 1000))
+            if waits:
+                _wait_until(self._links.have_left, deadline)
         for link in self._links.all():
             self._links.shut(link, GOODBYE_LINGER_MS if goodbye else 0)
         self._sealed.close(GOODBYE_LINGER_MS if goodbye else 0)
