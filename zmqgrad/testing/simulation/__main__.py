@@ -15,8 +15,8 @@ HOSTS = ("host0", "host1")
 KINDS = {
     "none": (programs.program, Faults(latency=0.002)),
     "drops": (programs.program, Faults(latency=0.002, dropped=3, within=0.1)),
-    "kills": (programs.program_with_losses, Faults(latency=0.002, kills=1, within=0.1)),
-    "partitions": (programs.program, Faults(latency=0.002, partitions=2, stalls=1, within=0.1)),
+    "kills": (programs.program_with_losses, Faults(latency=0.005, kills=1, within=0.25)),
+    "partitions": (programs.program, Faults(latency=0.002, partitions=2, stalls=1, within=0.1, io=0.01)),
 }
 """What goes wrong, by name, and in which program."""
 

@@ -44,6 +44,7 @@ class Faults:
         stalls: how often the I/O thread of libzmq does nothing in a process.
         lasting: the longest time in seconds that a partition or a stall lasts.
         latency: the longest time in seconds that a packet takes between hosts.
+        io: the longest time in seconds that an I/O thread of libzmq takes to act.
         within: the simulated seconds in which faults happen.
     """
 
@@ -53,6 +54,7 @@ class Faults:
     stalls: int = 0
     lasting: float = 2.0
     latency: float = 0.0
+    io: float = 0.0
     within: float = 0.01
 
     @property
@@ -250,6 +252,7 @@ def _prepare(
     torch.manual_seed(seed)
     random.seed(seed)
     world.network.faults.latency = faults.latency
+    world.network.faults.io_seconds = faults.io
     for process in world.processes:
         process.environment.update(variables, RANK=str(process.rank), LOCAL_RANK=str(process.rank))
         process.environment[SEED] = str(seed)
