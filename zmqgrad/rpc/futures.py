@@ -285,12 +285,12 @@ class CompletionQueue:
         self._running: threading.Lock = threading.Lock()  # held by the one task that is running
         self._check_scheduled = False
         self._closed = False
-        self._own_tasks: set[RpcFuture[Any]] = set()  # futures whose own task has not started
+        self._own_tasks: dict[RpcFuture[Any], None] = {}  # futures whose own task has not started
 
     def add(self, future: RpcFuture[Any]) -> None:
         """Add a future whose reply has arrived, in the thread that read it."""
         if future.called_back and not self._closed:
-            self._own_tasks.add(future)
+            self._own_tasks[future] = None
             self._submit(partial(self._complete_in_own_task, future))
             return
         self._ready.append(future)
@@ -300,7 +300,7 @@ class CompletionQueue:
             self._submit_run()
 
     def _complete_in_own_task(self, future: RpcFuture[Any]) -> None:
-        self._own_tasks.discard(future)
+        self._own_tasks.pop(future, None)
         future.complete()
 
     def drain(self) -> Task | None:

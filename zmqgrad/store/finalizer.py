@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from zmqgrad.runtime.exit import run_at_exit
 
-_open: set[Finalizer] = set()
+_open: dict[Finalizer, None] = {}
 
 
 class Finalizer:
@@ -28,7 +28,7 @@ class Finalizer:
         self._pid = os.getpid()
         self._weak = weakref.finalize(owner, self._on_collected)
         self._weak.atexit = False  # _close_all() does that
-        _open.add(self)
+        _open[self] = None
 
     def close(self) -> None:
         """Close now. Does nothing in a forked child: the sockets belong to the parent."""
@@ -38,7 +38,7 @@ class Finalizer:
         try:
             self._close()
         finally:
-            _open.discard(self)  # only now, so that interpreter exit waits for a close under way
+            _open.pop(self, None)  # only now, so that interpreter exit waits for a close under way
 
     def _on_collected(self) -> None:
         # Finalizers run at any line of any thread, perhaps with a lock held that closing needs.

@@ -25,7 +25,7 @@ class Table:
     def __init__(self) -> None:
         self.lock = threading.Lock()  # guards all of this
         self.state = State()
-        self.registries: set[WatchRegistry] = set()
+        self.registries: dict[WatchRegistry, None] = {}
         """Watch registries of the open stores; the machine closes with the last."""
 
     def carry_out(self, effects: list[Effect]) -> None:
@@ -37,10 +37,10 @@ class Table:
             else:
                 effect.requester.set_result(effect.message)
 
-    def leave(self, registry: WatchRegistry, waiting: set[Promise[Message]]) -> None:
+    def leave(self, registry: WatchRegistry, waiting: dict[Promise[Message], None]) -> None:
         """The store of ``registry`` closes: refuse its blocked calls, and end its watches."""
         with self.lock:
-            self.registries.discard(registry)
+            self.registries.pop(registry, None)
             for promise in waiting:
                 promise.set_result(StoreRefused(Refusal.CLOSING, "the store is closing"))
             if not self.registries:
@@ -59,10 +59,10 @@ class HashStore(Store):
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, table: Table | None = None) -> None:
         super().__init__(timeout)
         self._table = Table() if table is None else table
-        self._waiting: set[Promise[Message]] = set()  # guarded by the table's lock
+        self._waiting: dict[Promise[Message], None] = {}  # guarded by the table's lock
         self._registry = WatchRegistry("hash-store", weak(self._register))
         with self._table.lock:
-            self._table.registries.add(self._registry)
+            self._table.registries[self._registry] = None
         self._finalizer = Finalizer(self, partial(self._table.leave, self._registry, self._waiting))
 
     def _request(self, query: Message, seconds: float) -> Message:
@@ -74,7 +74,7 @@ class HashStore(Store):
             else:
                 table.carry_out(table.state.apply(query, promise, MONOTONIC.now()))
                 if not promise.done():
-                    self._waiting.add(promise)
+                    self._waiting[promise] = None
         if not promise.done():
             self._wait_for(promise, Deadline.after(seconds))
         return self._accepted(promise.result(), seconds)
@@ -90,7 +90,7 @@ class HashStore(Store):
             raise
         finally:
             with table.lock:
-                self._waiting.discard(promise)
+                self._waiting.pop(promise, None)
 
     def _register(self, target: Target) -> Registration:
         return as_registration(self._request(watch_query(target), self._timeout))

@@ -295,7 +295,7 @@ class Endpoint:
             link = self._links.to(envelope.source)
         elif link is None:
             link = route.link = self._links.to(envelope.source)
-            link.paths.add(route)
+            link.paths[route] = None
             if link.end_reason:
                 self._close_when_empty(route)
         elif link.peer != envelope.source:
@@ -344,7 +344,7 @@ class Endpoint:
             False if its link is ending or has ended: nothing may arrive by it.
         """
         link = self._links.to(connection.hello.source)
-        link.paths.add(connection)
+        link.paths[connection] = None
         if not link.end_reason:  # read after the path was added: otherwise _end might miss it
             return True
         if connection.hello.number and not link.ended:  # what it continues was open when the end began
@@ -355,7 +355,7 @@ class Endpoint:
 
     def on_path_continued(self, connection: LocalConnection) -> None:
         """Handles the end of a local connection that another path continues. In the reading thread."""
-        self._links.to(connection.hello.source).paths.discard(connection)
+        self._links.to(connection.hello.source).paths.pop(connection, None)
 
     def _refuse_path(self, connection: LocalConnection, link: Link) -> None:
         self._close_channel_path(connection)
@@ -405,10 +405,10 @@ class Endpoint:
         ):
             unread = _Route(b"", -1)  # its first message may be there, of which there is no route yet
             unread.link = link
-            link.paths.add(unread)
+            link.paths[unread] = None
             self._close_when_empty(unread)
         if self.end_bulk(peer, partial(self.reader.post, partial(self._close_bulk, link))):
-            link.paths.add(self._bulk)
+            link.paths[self._bulk] = None
         if self.channels is not None:
             for channel in self.channels.all():
                 self._drain(channel)
@@ -423,7 +423,7 @@ class Endpoint:
     def _close_channel_path(self, path: LocalConnection) -> Link:
         """Handles the end of a connection to a reply channel, which may have been abandoned here."""
         link = self._links.to(path.hello.source)
-        link.paths.discard(path)
+        link.paths.pop(path, None)
         self._end_if_done(link)
         return link
 
@@ -456,11 +456,11 @@ class Endpoint:
     def _close_route(self, route: _Route) -> None:
         link = route.link
         if link is not None:
-            link.paths.discard(route)
+            link.paths.pop(route, None)
             self._end_if_done(link)
 
     def _close_bulk(self, link: Link) -> None:
-        link.paths.discard(self._bulk)
+        link.paths.pop(self._bulk, None)
         self._end_if_done(link)
 
     def _on_connection_event(self, kind: int, fd: int) -> None:

@@ -83,7 +83,7 @@ class Link:
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
-        self.paths: set[object] = set()
+        self.paths: dict[object, None] = {}
         """What may still bring messages. Reading thread only."""
         self.end_reason = ""
         """Why the link is ending; empty while it is not. Reading thread only."""

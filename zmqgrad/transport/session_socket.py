@@ -79,7 +79,7 @@ class SessionSocket:
         self._backoff = UNSTABLE_SECONDS
         self._reopen_at = math.inf
         self._open(MONOTONIC.now())
-        sessions.sockets.add(self)
+        sessions.sockets[self] = None
 
     def _open(self, now: float) -> None:
         self._opened_at = now
@@ -240,6 +240,6 @@ class SessionSocket:
 
     def close(self, linger: int) -> None:
         """Stops sending; what libzmq has queued may take ``linger`` ms to leave. Idempotent."""
-        self._sessions.sockets.discard(self)
+        self._sessions.sockets.pop(self, None)
         self._reopen_at = math.inf
         self._close_socket(linger)

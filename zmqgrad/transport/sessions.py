@@ -53,8 +53,8 @@ class Sessions:
     def __init__(self, name: str, incarnation: int, ack: bytes, acknowledge: Callable[[Link], None]) -> None:
         self.misdirected = 0
         self.ack = ack
-        self.sockets: set[SessionSocket] = set()
-        """Those that are open."""
+        self.sockets: dict[SessionSocket, None] = {}
+        """Those that are open, oldest first: whatever is done for all of them has an order."""
         self._name = name
         self._incarnation = incarnation
         self._acknowledge = acknowledge

@@ -30,7 +30,7 @@ class Strangers:
         self._call_later = call_later
         self._lock = threading.Lock()  # guards all below
         self._origins: dict[sockets.socket, Hashable] = {}  # oldest first
-        self._overdue: set[sockets.socket] = set()  # to be cut when the timer runs next
+        self._overdue: dict[sockets.socket, None] = {}  # to be cut when the timer runs next
         self._armed = False
 
     def add(self, connection: sockets.socket, origin: Hashable) -> sockets.socket | None:
@@ -53,7 +53,7 @@ class Strangers:
         To be called before the connection is closed.
         """
         with self._lock:
-            self._overdue.discard(connection)
+            self._overdue.pop(connection, None)
             return self._origins.pop(connection, None) is not None
 
     def _expire(self) -> None:
@@ -63,7 +63,7 @@ class Strangers:
                 del self._origins[connection]
                 with suppress(OSError):  # it has ended
                     connection.shutdown(sockets.SHUT_RDWR)
-            self._overdue = set(self._origins)
+            self._overdue = dict.fromkeys(self._origins)
             self._armed = bool(self._origins)
             again = self._armed
         if again:

@@ -57,7 +57,7 @@ class QueryClient:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards _channels and writes to _closed
         self._idle: deque[QueryChannel] = deque()
-        self._channels: set[QueryChannel] = set()
+        self._channels: dict[QueryChannel, None] = {}
         in_forks(self, QueryClient.forget)
         self.tracer: Tracer | None = None
         tapping.register(self)
@@ -119,7 +119,7 @@ class QueryClient:
             channel = QueryChannel(
                 self._server, self._fast_path, self._closing.fd, self._closed_error, self._clock
             )
-            self._channels.add(channel)
+            self._channels[channel] = None
         return channel
 
     def _closed_error(self) -> ClosedError | None:
@@ -131,7 +131,7 @@ class QueryClient:
         """Closes ``channel``, which the calling thread holds."""
         channel.close()
         with self._lock:
-            self._channels.discard(channel)
+            self._channels.pop(channel, None)
             if self._closed and not self._channels:
                 self._closing = SPENT
 
