@@ -13,6 +13,7 @@ from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.autograd.engine import batch, participant, step
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.messages import BackwardAutogradReq, BackwardAutogradResp, MessageType
@@ -114,6 +115,42 @@ def test_slow_entries_are_sent_one_by_one(c3: Cluster, monkeypatch: pytest.Monke
     sent = check_pipeline(c3)
     for way in ((1, 2), (2, 1), (1, 0)):
         assert [len(m.sends) for *ends, m in sent if tuple(ends) == way] == [1] * MICRO_BATCHES
+
+
+class Waits(torch.autograd.Function):
+    """Its backward function does not compute, while the clock goes on."""
+
+    clock = ManualClock()
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        Waits.clock.advance(WAIT_SECONDS)
+        return gradient
+
+
+WAIT_SECONDS = 6.0
+
+
+def wait_in_backward(x: Tensor) -> Tensor:
+    found: Tensor = Waits.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+@pytest.mark.parametrize(("flush", "messages"), [(1.5 * WAIT_SECONDS, 1), (WAIT_SECONDS / 5, 3)])
+def test_a_wait_for_a_core_counts_in_part(
+    monkeypatch: pytest.MonkeyPatch, flush: float, messages: int
+) -> None:
+    monkeypatch.setattr(step, "FLUSH_SECONDS", flush)
+    with cluster(2, clock=Waits.clock) as c, context() as ctx:
+        asked = [rpc.rpc_async(1, wait_in_backward, (leaf(2),)) for _ in range(3)]
+        loss = torch.cat([answer.wait() for answer in asked]).sum()
+        with sent_in(c) as sent:
+            backward(ctx, [loss])
+    assert [len(message.sends) for source, _, message in sent if source == 1] == [3 // messages] * messages
 
 
 def test_full_batches_are_sent_immediately(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
