@@ -39,7 +39,7 @@ class Faults:
 
     Attributes:
         kills: how many workers are killed.
-        dropped: how many connections are dropped, with what was in flight.
+        dropped: how often a connection is dropped, or all, with what was in flight.
         partitions: how often nothing passes from a host to another, or between the two.
         stalls: how often the I/O thread of libzmq does nothing in a process.
         lasting: the longest time in seconds that a partition or a stall lasts.
@@ -262,7 +262,7 @@ def _prepare(
     for victim in rng.sample(world.processes, faults.kills):
         scheduler.call_at(_moment(rng, faults), functools.partial(world.kill, victim))
     for _ in range(faults.dropped):
-        scheduler.call_at(_moment(rng, faults), functools.partial(_drop_one, world))
+        scheduler.call_at(_moment(rng, faults), functools.partial(_drop, world))
     hosts = sorted({process.network.host for process in world.processes})
     for _ in range(faults.partitions if len(hosts) > 1 else 0):
         one, other = rng.sample(hosts, 2)
@@ -280,10 +280,10 @@ def _moment(rng: random.Random, faults: Faults) -> float:
     return 1.0 + rng.random() * faults.within
 
 
-def _drop_one(world: World) -> None:
-    connections = world.network.connections()
-    if connections:
-        world.network.drop(world.scheduler.rng.choice(connections))
+def _drop(world: World) -> None:
+    """Drops one connection, or all: then the acknowledgements of what has arrived are lost, too."""
+    found = len(world.network.connections())
+    world.network.drop_connections(world.scheduler.rng.choice((1, found)))
 
 
 def _starter(process: Process, module: str, name: str) -> Callable[[], None]:

@@ -158,9 +158,11 @@ class _Job:
         """Waits until watches show the last state, and nobody holds a reference any more."""
         if self.store is not None:
             if self.rng.random() < 0.5:
-                self.watches.append(_View(self.store))
+                self.watches.append(_View(self.store, WATCHED[:-1]))  # not registered yet
             else:  # the last write may come while a watch begins
-                operate(f"{self.rank}.last", self, self.rng.choice(KEYS[1:]), ("set", f"last{self.rank}"))
+                for _ in range(4):
+                    time.sleep(0.004 * self.rng.random())
+                    operate(f"{self.rank}.last", self, KEYS[1], ("set", f"last{self.rank}"))
             rpc.barrier()
             keys = self.store.list_keys(WATCHED)
             last = dict(zip(keys, self.store.multi_get(keys), strict=True))
@@ -419,8 +421,8 @@ def _perform(store: TCPStore, key: str, name: str, *arguments: Any) -> Any:
 class _View:
     """What a watch shows of the keys."""
 
-    def __init__(self, store: TCPStore) -> None:
-        self.events = store.watch(prefix=WATCHED, present=True)
+    def __init__(self, store: TCPStore, prefix: str = WATCHED) -> None:
+        self.events = store.watch(prefix=prefix, present=True)
         self.values: dict[str, bytes] = {}
         self._revisions: dict[str, int] = {}
 
