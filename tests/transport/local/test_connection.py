@@ -785,13 +785,21 @@ def test_a_large_message_must_be_memory_of_a_size_that_is_allowed(site: Site) ->
         with pytest.raises(OSError, match="without its memory"):
             accepted.take_large(100)
         reader, writer = os.pipe()  # to read it would block
-        may_shrink, empty, sparse = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in "abc")
+        may_shrink, may_be_written, empty, sparse = (
+            os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in "abcd"
+        )
         os.ftruncate(sparse, 1 << 40)
-        for fd in (empty, sparse):
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        for fd, seals in (
+            (may_shrink, fcntl.F_SEAL_WRITE),
+            (may_be_written, fcntl.F_SEAL_SHRINK),
+            (empty, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE),
+            (sparse, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE),
+        ):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         for fd, error in (
             (reader, "Invalid argument"),
-            (may_shrink, "may shrink"),
+            (may_shrink, "may change"),
+            (may_be_written, "may change"),
             (empty, "0 bytes"),
             (sparse, "at most 100"),
         ):
@@ -800,7 +808,7 @@ def test_a_large_message_must_be_memory_of_a_size_that_is_allowed(site: Site) ->
             site.read()
             with pytest.raises(OSError, match=error):
                 accepted.take_large(100)
-        for fd in (reader, writer, may_shrink, empty, sparse):
+        for fd in (reader, writer, may_shrink, may_be_written, empty, sparse):
             os.close(fd)
     connection.send_large(b"x" * 101)
     site.read()

@@ -366,7 +366,7 @@ class LocalConnection:
             view = memoryview(message)
             while view:
                 view = view[os.write(fd, view) :]
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
         except BaseException:
             os.close(fd)
             raise
@@ -379,18 +379,19 @@ class LocalConnection:
         """Returns the message behind :data:`LARGE`, which was received last.
 
         Raises:
-            OSError: if it is none: no shared memory that cannot shrink, or of more than ``limit`` bytes.
+            OSError: if it is none: no shared memory that cannot change, or of more than ``limit`` bytes.
         """
         if not self.descriptors:
             raise OSError("a large message without its memory")
         fd = self.descriptors.popleft()
         try:
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError("a message that may shrink while it is read")
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
+                raise OSError("a message that may change while it is read")
             size = os.fstat(fd).st_size
             if not 0 < size <= limit:
                 raise OSError(f"a message of {size} bytes (at most {limit})")
-            return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
+            return memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ))
         finally:
             os.close(fd)
 
