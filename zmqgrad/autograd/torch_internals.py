@@ -8,7 +8,6 @@ falls back to it.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
 import sys
 import types
@@ -304,16 +303,24 @@ def drop_saved_tensors(node: Any, unpack: Callable[[None], torch.Tensor]) -> Non
 
     Tensors that ``saved_tensors_hooks`` have packed (such as checkpoints) live as long as the graph.
     """
+    for saved in saved_tensors(node):
+        try:
+            saved.register_hooks(_discard, unpack)
+        except RuntimeError:
+            continue  # None, freed or packed: torch cannot be queried for that, but raises
+
+
+def saved_tensors(node: Any) -> list[Any]:
+    """Return what ``node`` has saved and no pass has freed, each as torch's own object around a tensor."""
+    found: list[Any] = []
     kind: Any = type(node)
     for name in _saved_names(kind):
         try:
-            found = getattr(node, name)
+            saved = getattr(node, name)
         except RuntimeError:
             continue  # freed before, by another pass
-        for saved in found if isinstance(found, (tuple, list)) else (found,):
-            # None, freed or packed: torch cannot be queried for that, but raises.
-            with contextlib.suppress(RuntimeError):
-                saved.register_hooks(_discard, unpack)
+        found += saved if isinstance(saved, (tuple, list)) else (saved,)
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

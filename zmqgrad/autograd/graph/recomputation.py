@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from zmqgrad.autograd.torch_internals import saved_tensors
 from zmqgrad.autograd.versions import unpack
-
-_SAVED: dict[type, tuple[str, ...]] = {}
-"""The names of the attributes that are saved tensors, by type of node."""
 
 
 def recomputes(nodes: Iterable[Any], checks: Callable[[Any], bool] | None = None) -> bool:
@@ -39,19 +37,8 @@ def _is_foreign(hook: Any) -> bool:
 
 def has_saved_tensor_hooks(node: Any, checks: Callable[[Any], bool] = _is_foreign) -> bool:
     """Return whether hooks for which ``checks`` holds unpack any tensor that ``node`` has saved."""
-    for name in _saved_tensors(type(node)):
-        try:
-            saved = getattr(node, name)
-        except RuntimeError:
-            continue  # it has run already, and nothing is saved any more
-        for each in saved if isinstance(saved, (tuple, list)) else (saved,):
-            # Older versions of torch do not tell.
-            if each is not None and checks(getattr(each, "unpack_hook", "unknown")):
-                return True
+    for saved in saved_tensors(node):
+        # Older versions of torch do not tell.
+        if saved is not None and checks(getattr(saved, "unpack_hook", "unknown")):
+            return True
     return False
-
-
-def _saved_tensors(kind: type) -> tuple[str, ...]:
-    if kind not in _SAVED:
-        _SAVED[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    return _SAVED[kind]
