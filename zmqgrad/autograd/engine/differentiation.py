@@ -149,27 +149,25 @@ class Differentiation:
     def _node_by_node(self, group: Group, gradients: dict[Edge, torch.Tensor]) -> list[Result]:
         """As one engine call, where the engine would not stop, or would run hooks on partial sums."""
         at: dict[Edge, torch.Tensor] = dict(gradients)
-        options = self.options
-        for node in self._members(group):
-            incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
-            produced = evaluate_node(
-                node, incoming, options.retain_graph, options.create_graph, self._observer(node)
-            )
-            if not options.retain_graph:
-                release_saved_tensors(node)
-            for gradient, also_held, (target, i) in zip(
-                produced, shared(produced), node.next_functions, strict=True
-            ):
-                if gradient is None or target is None:
-                    continue
-                edge = target, i
-                present = at.get(edge, UNDEFINED)
-                if present is not UNDEFINED:
-                    at[edge] = present if gradient is UNDEFINED else added(present, gradient)
-                elif also_held and type(target) is LEAF_NODE and gradient is not UNDEFINED:
-                    at[edge] = gradient.clone()
-                else:
-                    at[edge] = gradient
+        retain_graph, create_graph = self.options.retain_graph, self.options.create_graph
+        with torch.set_grad_enabled(create_graph):
+            for node in self._members(group):
+                incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
+                produced = evaluate_node(node, incoming, retain_graph, create_graph, self._observer(node))
+                if not retain_graph:
+                    release_saved_tensors(node)
+                for gradient, also_held, edge in zip(
+                    produced, shared(produced), node.next_functions, strict=True
+                ):
+                    if gradient is None or edge[0] is None:
+                        continue
+                    present = at.get(edge, UNDEFINED)
+                    if present is not UNDEFINED:
+                        at[edge] = present if gradient is UNDEFINED else added(present, gradient)
+                    elif also_held and type(edge[0]) is LEAF_NODE and gradient is not UNDEFINED:
+                        at[edge] = gradient.clone()
+                    else:
+                        at[edge] = gradient
         results: list[Result] = []
         for sink in group.sinks:
             complete = {edge: g for edge, g in at.items() if edge[0] == sink and g is not UNDEFINED}

@@ -27,13 +27,13 @@ from zmqgrad.autograd.graph.hooks import internal_hook, node_hooks
 from zmqgrad.autograd.graph.plan import Edge
 from zmqgrad.autograd.graph.recomputation import has_saved_tensor_hooks
 from zmqgrad.autograd.graph.undefined import UNDEFINED, zero_placeholders
-from zmqgrad.autograd.graph.validation import fit, matches
+from zmqgrad.autograd.graph.validation import fit, has_form
 from zmqgrad.autograd.torch_internals import (
     drop_saved_tensors,
     forward_traceback,
     has_tensor_hook,
+    input_metadata,
     is_python_function,
-    outputs_of,
     run_engine,
 )
 from zmqgrad.errors import AutogradError
@@ -102,6 +102,8 @@ def evaluate_node(
 ) -> list[Gradient]:
     """Compute the gradients of the inputs of ``node`` from those of its outputs.
 
+    Unless ``create_graph``, the calling thread must be in ``torch.no_grad()``.
+
     Args:
         node: the node.
         gradients: of its outputs; None where it was not reached, or ``UNDEFINED``.
@@ -114,6 +116,8 @@ def evaluate_node(
         nothing follows, and everywhere if all ``gradients`` are None.
     """
     following = node.next_functions
+    if observe is None and not create_graph and _may_be_called(node, gradients, following):
+        return _call(node, gradients, following)
     present = [i for i, g in enumerate(gradients) if g is not None]
     # All of them: a node computes only the gradients that are requested from the engine.
     targets = dict.fromkeys([edge for edge in following if edge[0] is not None])
@@ -121,9 +125,7 @@ def evaluate_node(
         return [None] * len(following)
     defined = {(node, i): g for i in present if (g := gradients[i]) is not None and g is not UNDEFINED}
     produced: Sequence[Gradient]
-    if defined and not create_graph and observe is None and _may_be_called(node, defined.values()):
-        produced = _call(node, defined, following)
-    elif defined:
+    if defined:
         produced = _evaluate_alone(node, defined, targets, retain_graph, create_graph, observe)
     elif is_python_function(node):
         with zero_placeholders([(node, i) for i in present]) as placeholders:
@@ -135,38 +137,40 @@ def evaluate_node(
     ]
 
 
-def _may_be_called(node: Any, gradients: Iterable[torch.Tensor]) -> bool:
+def _may_be_called(node: Any, gradients: Sequence[Gradient], following: Sequence[Edge]) -> bool:
     """Whether nothing but the own code of ``node`` has to run, on a device without streams."""
-    return not (
-        is_python_function(node)
-        or torch.is_anomaly_enabled()
-        or has_saved_tensor_hooks(node)
-        or any(node_hooks(node))
-        or any(each.device.type != "cpu" for each in gradients)
+    defined = [g for g in gradients if g is not None and g is not UNDEFINED]
+    return (
+        bool(defined)
+        and all([g.is_cpu for g in defined])
+        and any([edge[0] is not None for edge in following])
+        and not is_python_function(node)
+        and not torch.is_anomaly_enabled()
+        and not has_saved_tensor_hooks(node)
+        and not any(node_hooks(node))
     )
 
 
-def _call(node: Any, given: Mapping[Edge, torch.Tensor], following: Sequence[Edge]) -> Sequence[Gradient]:
-    gradients: dict[Edge, Gradient] = dict(given)
-    hooked = {edge: gradient for edge, gradient in given.items() if has_tensor_hook(edge)}
+def _call(node: Any, gradients: Sequence[Gradient], following: Sequence[Edge]) -> list[Gradient]:
+    given = [None if g is UNDEFINED else g for g in gradients]
+    hooked = {(node, i): g for i, g in enumerate(given) if g is not None and has_tensor_hook((node, i))}
     if hooked:
-        gradients.update(zip(hooked, run_engine(hooked, hooked, retain_graph=True), strict=True))
-    with torch.no_grad():
-        returned = node(*[gradients.get((node, i)) for i in range(outputs_of(node))])
+        for (_, i), gradient in zip(hooked, run_engine(hooked, hooked, retain_graph=True), strict=True):
+            given[i] = gradient
+    returned = node(*given)
     produced: Sequence[Gradient] = returned if isinstance(returned, tuple) else (returned,)
     return [
-        _fit(node, i, gradient, edge) if gradient is not None and edge[0] is not None else None
+        None if edge[0] is None else UNDEFINED if gradient is None else _fit(node, i, gradient, edge)
         for i, (gradient, edge) in enumerate(zip(produced, following, strict=True))
     ]
 
 
 def _fit(node: Any, index: int, gradient: torch.Tensor, edge: Edge) -> torch.Tensor:
     """Return a gradient in the form that the next node expects, like the engine."""
-    target = GradientEdge(*edge)
-    if matches(gradient, target):
+    if has_form(gradient, input_metadata(*edge)):
         return gradient
     try:
-        return fit(gradient, target)
+        return fit(gradient, GradientEdge(*edge))
     except RuntimeError as e:
         raise RuntimeError(
             f"Function {node.name()} returned an invalid gradient at index {index} - {e}"

@@ -22,17 +22,21 @@ _DENSE_FOR = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse
 def matches(gradient: torch.Tensor, place: EdgeOrLeaf) -> bool:
     """Whether ``gradient`` has the form of the tensor at ``place``. An edge does not show its layout."""
     if isinstance(place, GradientEdge):
-        form = input_metadata(*place[:2])
-        return (
-            form.dtype is gradient.dtype
-            and (form.is_nested_tensor or form.shape == [*gradient.shape])
-            and form.device == gradient.device
-        )
+        return has_form(gradient, input_metadata(*place[:2]))
     return (
         place.dtype is gradient.dtype
         and place.shape == gradient.shape
         and place.layout is gradient.layout
         and place.device == gradient.device
+    )
+
+
+def has_form(gradient: torch.Tensor, form: Any) -> bool:
+    """Whether ``gradient`` has the form that the metadata of an edge tell."""
+    return (
+        form.dtype is gradient.dtype
+        and (form.is_nested_tensor or form.shape == [*gradient.shape])
+        and form.device == gradient.device
     )
 
 
