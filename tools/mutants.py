@@ -131,11 +131,11 @@ def _search(seeds: int, kind: str | None) -> int:
     Args:
         kind: of the faults; None: one after the other.
     """
-    from zmqgrad.testing.simulation.__main__ import KINDS, run
+    from zmqgrad.testing.simulation.drawn_jobs import kind_of, run
 
     for seed in range(seeds):
-        name = kind or sorted(KINDS)[seed % len(KINDS)]
-        found = run(name, seed)
+        name = kind or kind_of(seed)
+        found = run(seed, name)
         if found.failure is not None:
             lines = found.failure.strip().splitlines()
             errors = [line for line in lines if "Error" in line and not line.startswith(" ")]

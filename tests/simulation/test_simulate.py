@@ -10,7 +10,7 @@ import pytest
 
 from zmqgrad import rpc
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.testing.simulation import Faults, SimulationFailed, oracles, programs, run_seed, simulate
+from zmqgrad.testing.simulation import Run, SimulationFailed, __main__, simulate
 
 
 def exchange(rank: int) -> int:
@@ -81,31 +81,19 @@ def test_a_race_of_the_program_is_found_and_repeated() -> None:
     assert repeated.value.run.digest == failed.value.run.digest
 
 
-def test_drawn_programs_end_well_though_connections_are_dropped() -> None:
-    simulate(
-        programs.program,
-        workers=4,
-        hosts=("host0", "host1"),
-        seeds=range(3),
-        faults=Faults(latency=0.001, dropped=2, within=0.02),
-        check=oracles.check,
-    )
-
-
-def test_drawn_programs_end_when_a_worker_is_killed() -> None:
-    killed = [
-        run_seed(
-            programs.program_with_losses,
-            4,
-            seed,
-            ("host0", "host1"),
-            faults=Faults(kills=1, within=0.012),
-            check=oracles.check,
-        )
-        for seed in range(3)
-    ]
-    assert [run.failure for run in killed] == [None] * 3
-    assert any(run.killed for run in killed)
+def test_a_campaign_names_each_seed_that_fails_and_how_to_repeat_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = [Run(0), Run(1, "it broke"), Run(2)]
+    monkeypatch.setattr(__main__, "run_many", lambda seeds, jobs: iter(ended))
+    monkeypatch.setattr("sys.argv", ["simulation", "--seeds", "3"])
+    assert __main__.main() == 1
+    printed = capsys.readouterr().out
+    assert "it broke" in printed
+    assert "3 seeds, 1 failed" in printed
+    assert "python -m zmqgrad.testing.simulation --kind kills --seed 1\n" in printed
+    del ended[1]
+    assert __main__.main() == 0
 
 
 def die() -> None:
