@@ -74,6 +74,11 @@ MUTANTS = {
     "watch-early": Mutant(  # what was notified while the watch was being registered is forgotten
         "store/watch_cache.py", "            self._early.append(notification)\n", ""
     ),
+    "query-repeated": Mutant(  # a change of the store is applied again when its query is repeated
+        "store/service.py",
+        "request_id <= last[0] and self._is_stale",
+        "request_id < last[0] and self._is_stale",
+    ),
     "barrier-number": Mutant(  # successive barriers of the same workers are taken for one
         "rpc/membership/collectives.py", "return next(self._numbers[names])", "return 0"
     ),
