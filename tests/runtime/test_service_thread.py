@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support.waiting import eventually
 from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.runtime.polling import READ, WRITE
-from zmqgrad.runtime.service_thread import MIN_SWEEP_JOBS, ServiceThread, TimerHandle
+from zmqgrad.runtime.service_thread import MIN_SWEEP_JOBS, Alarm, ServiceThread, TimerHandle
 
 
 @pytest.fixture
@@ -401,3 +401,55 @@ def test_an_earlier_job_of_real_time_is_not_late() -> None:
     assert ran.wait(10)
     keeper.close()
     assert keeper.join(Deadline.after(10)) == []
+
+
+def test_an_alarm_runs_at_the_earliest_time_only(keeper: ServiceThread, clock: ManualClock) -> None:
+    ran: list[float] = []
+    alarm = Alarm(lambda: ran.append(clock.now()), keeper, tolerance=0.5)
+    start = clock.now()
+    for due in (5.0, 2.0, 3.0, 1.75):
+        alarm.set(start + due)
+    for _ in range(6):
+        clock.advance(1.0)
+        settle(keeper)
+    assert ran == [start + 2.0]
+    assert alarm.at == math.inf
+
+
+def test_timers_of_an_alarm_do_not_multiply(keeper: ServiceThread, clock: ManualClock) -> None:
+    ran: list[float] = []
+
+    def job() -> None:
+        ran.append(clock.now())
+        alarm.set(clock.now() + 100.0)
+
+    alarm = Alarm(job, keeper)
+    for _ in range(10):
+        alarm.set(clock.now() + 1.0)
+        clock.advance(1.0)
+        settle(keeper)
+    assert len(ran) == 10
+    for _ in range(3):
+        clock.advance(100.0)
+        settle(keeper)
+    assert len(ran) == 13
+
+
+def test_an_alarm_that_is_set_by_many_threads_runs_in_time(keeper: ServiceThread, clock: ManualClock) -> None:
+    start, ran = clock.now(), threading.Event()
+    alarm = Alarm(ran.set, keeper)
+    begin = threading.Barrier(4)
+
+    def set_times(first: int) -> None:
+        begin.wait(10)
+        for due in range(100 + first, 0, -4):
+            alarm.set(start + due)
+
+    threads = [threading.Thread(target=set_times, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert alarm.at == start + 1.0
+    clock.advance(1.0)
+    assert ran.wait(10)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from zmqgrad.rpc.calls import PendingCall, PendingCalls
-from zmqgrad.runtime.service_thread import TimerHandle
+from zmqgrad.runtime.service_thread import Alarm, TimerHandle
 from zmqgrad.transport.tap import Tracer
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class WaitReporter:
         self._pending = pending
         self._lock = threading.Lock()  # guards the rest
         self._waits: dict[int, _Waiting] = {}  # by message id
-        self._next = math.inf  # when the timer looks next
+        self._alarm = Alarm(self._look, worker.timer)
 
     def add(self, call: PendingCall) -> None:
         """Adds a call, in the thread that made it."""
@@ -56,24 +56,15 @@ class WaitReporter:
         due = now + (call.timeout or UNLIMITED_SECONDS) / 2
         with self._lock:
             self._waits[call.message_id] = _Waiting(call, now, due, threading.get_ident())
-        self._look_at(due)
-
-    def _look_at(self, due: float) -> None:
-        with self._lock:
-            if due >= self._next:
-                return
-            self._next = due
-        self._worker.timer.call_later(due - self._worker.clock.now(), self._look)
+        self._alarm.set(due)
 
     def _look(self) -> None:
         now, pending = self._worker.clock.now(), {call.message_id for call in self._pending.all()}
         with self._lock:
-            self._next = math.inf
             waits = [wait for message_id, wait in self._waits.items() if message_id in pending]
             self._waits = {wait.call.message_id: wait for wait in waits if wait.due > now}
             following = min((wait.due for wait in self._waits.values()), default=math.inf)
-        if following < math.inf:
-            self._look_at(following)
+        self._alarm.set(following)
         if due := [wait for wait in waits if wait.due <= now]:
             self._report(due, now)
 

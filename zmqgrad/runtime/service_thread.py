@@ -10,6 +10,7 @@ re-entrant (``deque.append``).
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import logging
@@ -45,6 +46,50 @@ class TimerHandle:
     def cancel(self) -> None:
         """Cancels the job. No effect if it has run."""
         self.job = None
+
+
+class Alarm:
+    """A job that runs at the earliest of the times that it was set to, and sets its next time itself.
+
+    Only the last timer runs it. Timers that each set the next one would be more after each earlier time, for
+    ever. Not for finalizers.
+
+    Args:
+        job: what runs.
+        timer: what runs it.
+        tolerance: seconds; it is not set again for a time that is earlier by no more.
+    """
+
+    __slots__ = ("_handle", "_job", "_lock", "_timer", "_tolerance", "at")
+
+    def __init__(self, job: Job, timer: ServiceThread, tolerance: float = 0.0) -> None:
+        self.at = math.inf
+        """When the job runs. For an earlier time, call :meth:`set`."""
+        self._job = job
+        self._timer = timer
+        self._tolerance = tolerance
+        self._lock = threading.Lock()  # guards the two together
+        self._handle = TimerHandle(job)
+
+    def set(self, due: float) -> None:
+        """Lets the job run at ``due``, or earlier if it was set so. From any thread."""
+        if due >= self.at - self._tolerance:
+            return
+        with self._lock:
+            if due >= self.at - self._tolerance:
+                return
+            # In this order: Ctrl-C between two lines leaves one timer that counts.
+            handle = self._timer.call_at(due, functools.partial(self._ring, due))
+            self.at = due
+            self._handle.cancel()
+            self._handle = handle
+
+    def _ring(self, due: float) -> None:
+        with self._lock:
+            if due != self.at:
+                return  # it was set to an earlier time while its thread took the timer from the heap
+            self.at = math.inf
+        self._job()
 
 
 class ServiceThread:
@@ -85,8 +130,12 @@ class ServiceThread:
         """
         if math.isnan(seconds):
             raise ValueError("a job cannot run in nan seconds")
+        return self.call_at(self._clock.now() + max(0.0, seconds), job)
+
+    def call_at(self, due: float, job: Job) -> TimerHandle:
+        """Runs ``job`` when the clock shows ``due``, as :meth:`call_later`."""
         handle = TimerHandle(job)
-        self._enqueue(self._clock.now() + max(0.0, seconds), handle)
+        self._enqueue(due, handle)
         return handle
 
     def _enqueue(self, at: float, handle: TimerHandle) -> None:

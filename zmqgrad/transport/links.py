@@ -419,8 +419,7 @@ class Links:
             for head, data in parts:
                 session.send(head, (data,), now)
             session.send(first, frames, now)
-            if session.outgoing.due < self._sessions.armed_at:
-                self._sessions.arm(session.outgoing.due)
+            self._sessions.alarm.set(session.outgoing.due)
 
     def send_once(self, link: Link, packet: bytearray, linger: int) -> None:
         """Sends one packet to a peer to which the link has ended, by a connection that lasts no longer.

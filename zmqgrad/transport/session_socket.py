@@ -162,7 +162,7 @@ class SessionSocket:
         with self.lock:
             self.on_events(MONOTONIC.now())
             due = self.next_due()
-        self._sessions.arm(due)
+        self._sessions.alarm.set(due)
 
     def on_events(self, now: float) -> None:
         """Handles the events of the monitor. Harmless if there are none."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.clock import MONOTONIC
-from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.runtime.service_thread import Alarm, ServiceThread
 from zmqgrad.transport.session import Incoming, Verdict
 from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.wire.frames import Envelope
@@ -49,6 +49,8 @@ class Sessions:
     """Returns all links."""
     reader: Reader
     """Polls the connections."""
+    alarm: Alarm
+    """Set to the earliest timeout."""
 
     def __init__(self, name: str, incarnation: int, ack: bytes, acknowledge: Callable[[Link], None]) -> None:
         self.misdirected = 0
@@ -58,14 +60,11 @@ class Sessions:
         self._name = name
         self._incarnation = incarnation
         self._acknowledge = acknowledge
-        self._timer: ServiceThread | None = None
-        self.armed_at = math.inf
-        """When the timer fires. For an earlier event, :meth:`arm` must be called."""
         self._closed = False
 
     def start(self, timer: ServiceThread, reader: Reader) -> None:
         """Sets the timer and the reader. Must be called before the first session opens."""
-        self._timer, self.reader = timer, reader
+        self.alarm, self.reader = Alarm(self._on_time, timer, MIN_SECONDS), reader
 
     # ---- receiving --------------------------------------------------------------------------------------
 
@@ -94,20 +93,12 @@ class Sessions:
         if not envelope.sequence:
             return True
         verdict = incoming.receive(envelope.sequence, size, now)
-        if incoming.due < self.armed_at:
-            self.arm(incoming.due)
+        self.alarm.set(incoming.due)
         return verdict is Verdict.DELIVER
 
     # ---- timeouts ----------------------------------------------------------------------------------------
 
-    def arm(self, due: float) -> None:
-        """Makes the timer fire at ``due`` or earlier."""
-        if due < self.armed_at - MIN_SECONDS and not self._closed and self._timer is not None:
-            self.armed_at = due
-            self._timer.call_later(max(0.0, due - MONOTONIC.now()), self._on_time)
-
     def _on_time(self) -> None:
-        self.armed_at = math.inf
         if self._closed:
             return
         now = MONOTONIC.now()
@@ -127,7 +118,7 @@ class Sessions:
             with session.lock:
                 session.on_time(now)
                 due = min(due, session.next_due())
-        self.arm(due)
+        self.alarm.set(due)
 
     def close(self) -> None:
         """Ignores the timer from now on. Idempotent."""

@@ -20,7 +20,7 @@ from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.polling import READ
-from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.runtime.service_thread import Alarm, ServiceThread
 from zmqgrad.transport.base import OnSuspected
 from zmqgrad.transport.heartbeat.failure_detector import (
     RETRY_SECONDS,
@@ -106,7 +106,7 @@ class HeartbeatMonitor:
         self._wanted: dict[int, str | None] = {}  # by peer, its address, or None to forget it
         # Used by the thread only from here on.
         self._peers: dict[int, _Peer] = {}
-        self._armed_at = math.inf  # when _do_due is called next
+        self._alarm = Alarm(self._do_due, service)
         self._ended: Promise[None] = Promise()
         self._closed = False
         self._key = listener.key
@@ -169,15 +169,11 @@ class HeartbeatMonitor:
 
     def _arm(self) -> None:
         """Schedules the next ping or attempt to connect."""
-        due = min([watched.next_due for watched in self._peers.values()], default=math.inf)
-        if due < self._armed_at:
-            self._armed_at = due
-            self._service.call_later(max(0.0, due - MONOTONIC.now()), self._do_due)
+        self._alarm.set(min([watched.next_due for watched in self._peers.values()], default=math.inf))
 
     # ---- watching ---------------------------------------------------------------------------------------
 
     def _do_due(self) -> None:
-        self._armed_at = math.inf
         now = MONOTONIC.now()
         for watched in [c for c in self._peers.values() if c.next_due <= now]:
             self._read(watched)  # this thread may have been stopped: replies come before judgement

@@ -294,8 +294,7 @@ class SealedTransport:
                 memory = self._buffers.empty(max(size, min(left, BLOCK_BYTES)))
             with socket.lock:
                 socket.seal_and_send(message, memory[:size], MONOTONIC.now())
-            if socket.outgoing.due < self._sessions.armed_at:
-                self._sessions.arm(socket.outgoing.due)
+            self._sessions.alarm.set(socket.outgoing.due)
             memory, left = memory[size:], left - size
 
     def _on_ack(self, peer: int, message: BulkAck) -> None:
