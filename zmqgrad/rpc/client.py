@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -38,6 +37,7 @@ from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.wait_reports import WaitReporter, locate
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.service_thread import Alarm
 from zmqgrad.transport import tap
 from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.wire.messages import Call, Cancel, ExceptionReply, Message, MessageType, RemoteCall
@@ -74,8 +74,7 @@ class Client:
         self._references = references
         self.pending = PendingCalls()
         self.sent = 0
-        self._next_check = math.inf  # when the timer next checks for calls past their deadline
-        self._check_lock = threading.Lock()
+        self._alarm = Alarm(self._check_deadlines, worker.timer)
         self.reporter = WaitReporter(worker, self.pending) if environment.reports_waits() else None
         """Reports what waits for long; None: nothing does."""
 
@@ -221,8 +220,7 @@ class Client:
             self.sent += 1
             if self.reporter is not None:
                 self.reporter.add(call)
-            if deadline < self._next_check:
-                self._check_at(deadline)
+            self._alarm.set(deadline)
         except BaseException as e:
             if was_sent:  # Ctrl-C
                 self.give_up(call)
@@ -391,24 +389,9 @@ class Client:
 
     # ---- deadlines --------------------------------------------------------------------------------------
 
-    def _check_at(self, deadline: float) -> None:
-        with self._check_lock:
-            if deadline >= self._next_check:
-                return
-            self._next_check = deadline
-        delay = max(0.0, deadline - self._clock.now())
-        self._worker.timer.call_later(delay, self._check_deadlines)
-
     def _check_deadlines(self) -> None:
-        now = self._clock.now()
-        expired = self.pending.expire(now)
-        with self._check_lock:
-            is_last = self._next_check <= now
-            if is_last:
-                self._next_check = math.inf
-        following = self.pending.next_deadline() if is_last else math.inf
-        if following < math.inf:
-            self._check_at(following)
+        expired = self.pending.expire(self._clock.now())
+        self._alarm.set(self.pending.next_deadline())
         self._time_out(expired)
 
     def _expire(self, call: PendingCall) -> bool:
