@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import gc
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import ConfigurationError, PeerLostError, RpcTimeoutError, UnknownWorkerError
 from zmqgrad.rpc import gathering
@@ -423,23 +425,72 @@ def test_wait_all(trio: Cluster, gate: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert told.is_set(), "it tells how far it is"
 
 
+def waits_for_a_future(thread: int) -> bool:
+    """Whether it does, by the innermost line of Python that it is at."""
+    code = sys._current_frames()[thread].f_code
+    return code.co_name == "wait" and "future" in code.co_filename
+
+
+def interrupt_soon(interrupted: threading.Event, gate: int) -> threading.Thread:
+    """Press Ctrl-C in this thread once it waits, and open the gate in 10 s, so that a deaf wait ends, too."""
+
+    def interrupt(main: int) -> None:
+        eventually(lambda: waits_for_a_future(main))
+        signal.pthread_kill(main, signal.SIGINT)
+        if not interrupted.wait(10):
+            GATES[gate].set()
+
+    return threading.Thread(target=interrupt, args=(threading.get_ident(),))
+
+
 def test_ctrl_c_interrupts_wait_all(trio: Cluster, gate: int) -> None:
     endless = rpc.rpc_async(1, wait_at, args=(gate,))
     interrupted = threading.Event()
-
-    def interrupt(main: int) -> None:
-        signal.pthread_kill(main, signal.SIGINT)
-        if not interrupted.wait(10):
-            GATES[gate].set()  # so that a wait which is deaf ends, too
-
-    helper = threading.Thread(target=interrupt, args=(threading.get_ident(),))
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come before the wait
-        helper.start()
+    helper = interrupt_soon(interrupted, gate)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
         rpc.wait_all([endless])
     late = endless.done()
     interrupted.set()
     helper.join(10)
     assert not late
+
+
+DECODING = threading.Event()
+
+
+def rebuild_slowly(number: int) -> str:
+    """Is what a value of :class:`Slow` becomes."""
+    DECODING.set()
+    GATES[number].wait(20)
+    return "rebuilt"
+
+
+class Slow:
+    """Takes long to unpickle."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return rebuild_slowly, (self.number,)
+
+
+def test_ctrl_c_interrupts_a_wait_while_another_thread_decodes_the_reply(trio: Cluster, gate: int) -> None:
+    DECODING.clear()
+    slow = rpc.rpc_async(1, Slow, args=(gate,))
+    assert DECODING.wait(10)
+    interrupted = threading.Event()
+    helper = interrupt_soon(interrupted, gate)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        slow.wait()
+    late = slow.done()
+    interrupted.set()
+    helper.join(10)
+    assert not late
+    GATES[gate].set()
+    assert slow.wait() == "rebuilt"
 
 
 def test_a_future_that_is_done_keeps_its_result(trio: Cluster) -> None:

@@ -239,8 +239,10 @@ class RpcFuture(PythonFuture[T]):
                 self.waiting = False
                 if reply.done():
                     self.complete()
-        # Done soon: at most, another thread is just decoding the reply.
-        return torch.futures.Future.wait(self)
+        if not self.done():  # another thread is just decoding the reply, which can run code of the user
+            return super().wait()
+        value: T = CppFuture.wait(self)
+        return value
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback(self)`` when this is done, or at once if it is. What it raises is logged."""
