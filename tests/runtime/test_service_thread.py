@@ -7,10 +7,13 @@ import logging
 import math
 import os
 import socket
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -435,6 +438,38 @@ def test_timers_of_an_alarm_do_not_multiply(keeper: ServiceThread, clock: Manual
     assert len(ran) == 13
 
 
+@pytest.mark.parametrize("line", range(0, 60, 2))
+def test_an_alarm_may_be_set_while_it_is_being_set(
+    keeper: ServiceThread, clock: ManualClock, line: int
+) -> None:
+    """As a finalizer does that the collector runs there."""
+    start = clock.now()
+    alarm = Alarm(lambda: None, keeper)
+    instructions = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        nonlocal instructions
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            instructions += 1
+            if instructions == line:
+                alarm.set(start + 1.0)
+        return trace
+
+    def set_traced() -> None:
+        sys.settrace(trace)
+        alarm.set(start + 2.0)
+        sys.settrace(None)
+        alarm.set(start + 1.0)
+
+    thread = threading.Thread(target=set_traced, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    settle(keeper)
+    assert alarm.at == start + 1.0
+
+
 def test_an_alarm_that_is_set_by_many_threads_runs_in_time(keeper: ServiceThread, clock: ManualClock) -> None:
     start, ran = clock.now(), threading.Event()
     alarm = Alarm(ran.set, keeper)
@@ -450,6 +485,7 @@ def test_an_alarm_that_is_set_by_many_threads_runs_in_time(keeper: ServiceThread
         thread.start()
     for thread in threads:
         thread.join(10)
+    settle(keeper)
     assert alarm.at == start + 1.0
     clock.advance(1.0)
     assert ran.wait(10)

@@ -52,7 +52,7 @@ class Alarm:
     """A job that runs at the earliest of the times that it was set to, and sets its next time itself.
 
     Only the last timer runs it. Timers that each set the next one would be more after each earlier time, for
-    ever. Not for finalizers.
+    ever. All of its state changes in the service thread, so it has no lock.
 
     Args:
         job: what runs.
@@ -60,7 +60,7 @@ class Alarm:
         tolerance: seconds; it is not set again for a time that is earlier by no more.
     """
 
-    __slots__ = ("_handle", "_job", "_lock", "_timer", "_tolerance", "at")
+    __slots__ = ("_handle", "_job", "_timer", "_tolerance", "at")
 
     def __init__(self, job: Job, timer: ServiceThread, tolerance: float = 0.0) -> None:
         self.at = math.inf
@@ -68,27 +68,21 @@ class Alarm:
         self._job = job
         self._timer = timer
         self._tolerance = tolerance
-        self._lock = threading.Lock()  # guards the two together
         self._handle = TimerHandle(job)
 
     def set(self, due: float) -> None:
-        """Lets the job run at ``due``, or earlier if it was set so. From any thread."""
-        if due >= self.at - self._tolerance:
-            return
-        with self._lock:
-            if due >= self.at - self._tolerance:
-                return
-            # In this order: Ctrl-C between two lines leaves one timer that counts.
-            handle = self._timer.call_at(due, functools.partial(self._ring, due))
-            self.at = due
-            self._handle.cancel()
-            self._handle = handle
+        """Lets the job run at ``due``, or earlier if it was set so. From any thread. Safe in finalizers."""
+        if due < self.at - self._tolerance:
+            self._timer.call_soon(functools.partial(self._set, due))
 
-    def _ring(self, due: float) -> None:
-        with self._lock:
-            if due != self.at:
-                return  # it was set to an earlier time while its thread took the timer from the heap
-            self.at = math.inf
+    def _set(self, due: float) -> None:
+        if due < self.at - self._tolerance:
+            self._handle.cancel()
+            self._handle = self._timer.call_at(due, self._ring)
+            self.at = due
+
+    def _ring(self) -> None:
+        self.at = math.inf
         self._job()
 
 
