@@ -4,6 +4,10 @@
 
 prints two ratios: of the memory that a training step takes at its peak on the workers of the stages, and of
 the time of the step. Both kinds of calls take turns, in the same processes of zmqgrad. Linux only.
+
+Memory and time are measured in different processes. A peak can only be read if memory is returned to the
+system as soon as it is freed; then each new tensor costs page faults, in the forward pass most of all, which
+a checkpoint runs twice (``torch.utils.checkpoint`` in one process: 1.34 as usual, 1.54 that way).
 """
 
 from __future__ import annotations
@@ -45,10 +49,11 @@ stage: torch.nn.Sequential
 """That of this process."""
 
 
-def make_stage() -> None:
+def make_stage(returns_memory: bool) -> None:
     """Run on the worker of a stage, first."""
     global stage
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)
+    if returns_memory:
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)
     layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()) for _ in range(LAYERS)]
     stage = torch.nn.Sequential(*layers)
 
@@ -108,24 +113,26 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def measure(place: Place, budget: Budget) -> dict[str, float]:
-    """In all workers; worker 0 gives the figures, by name."""
+def measure(place: Place, budget: Budget, returns_memory: bool) -> dict[str, float]:
+    """In all workers; worker 0 gives the figures of memory, or else of time, by name."""
     torch.set_num_threads(1)
     rpc.init_rpc(f"worker{place.rank}", rank=place.rank, world_size=place.count)
     found: dict[str, float] = {}
     if place.rank == 0:
         for worker in range(1, STAGES + 1):
-            rpc.rpc_sync(worker, make_stage)
+            rpc.rpc_sync(worker, make_stage, args=(returns_memory,))
         batches = list(torch.rand(MICRO_BATCHES, ROWS, WIDTH).unbind())
         memory: dict[str, list[int]] = {name: [] for name in CALLS}
         works = {name: _step(call, batches, memory[name]) for name, call in CALLS.items()}
         for work in works.values():
             work()
         seconds = budget.medians(works)
-        for name, figures in memory.items():
-            found[f"{name} MB"] = statistics.median(figures) / STAGES / 1e6
-        found["memory"] = found["checkpointed MB"] / found["plain MB"]
-        found["time"] = seconds["checkpointed"] / seconds["plain"]
+        if returns_memory:
+            for name, figures in memory.items():
+                found[f"{name} MB"] = statistics.median(figures) / STAGES / 1e6
+            found["memory"] = found["checkpointed MB"] / found["plain MB"]
+        else:
+            found["time"] = seconds["checkpointed"] / seconds["plain"]
     rpc.shutdown()
     return found
 
@@ -136,14 +143,15 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.bench.checkpoints", description=__doc__.split("\n")[0]
     )
     parser.add_argument(
-        "--seconds", type=float, default=10.0, metavar="S", help="for each kind of calls (default: 10)"
+        "--seconds", type=float, default=10.0, metavar="S", help="for each kind and figure (default: 10)"
     )
     options = parser.parse_args(arguments)
-    meet_at_a_free_port()
+    found: dict[str, Any] = {}
     try:
-        found: dict[str, Any] = run_together(
-            measure, STAGES + 1, PATIENCE, lambda _: None, Budget(options.seconds)
-        )[0]
+        for returns_memory in (True, False):
+            meet_at_a_free_port()
+            budget = Budget(options.seconds)
+            found |= run_together(measure, STAGES + 1, PATIENCE, lambda _: None, budget, returns_memory)[0]
     except PieceFailed as e:
         print(f"{OURS} could not be measured: {e}", file=sys.stderr)
         return 1
