@@ -506,6 +506,18 @@ def test_optimizers_that_step_in_the_backward_pass() -> None:
     assert w.tolist() == wanted
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_local_passes_in_a_context_are_as_without_one(mode: Callable[[], Any]) -> None:
+    x = leaf(1, 2)
+    cubes = (x**3).sum()
+    with context(), mode():
+        hessian = torch.func.hessian(lambda y: (y**3).sum())
+        expected = hessian(x), torch.autograd.grad(cubes, x, retain_graph=True)[0]
+        with torch.inference_mode(False):
+            call(double, x)
+        torch.testing.assert_close((hessian(x), torch.autograd.grad(cubes, x)[0]), expected)
+
+
 @pytest.fixture
 def group() -> Iterator[None]:
     """A process group of this process."""

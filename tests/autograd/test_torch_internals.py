@@ -304,6 +304,16 @@ def test_watch_engine_sees_local_passes_with_inputs(monkeypatch: pytest.MonkeyPa
     assert all(each[0] is y and each[1] is x for each in seen)
 
 
+def test_tensors_of_transforms_are_known() -> None:
+    def square(x: torch.Tensor) -> torch.Tensor:
+        assert internals.is_of_transform(x)
+        return x * x
+
+    x = torch.ones((), requires_grad=True)
+    assert not internals.is_of_transform(x)
+    assert torch.func.grad(square)(x).item() == 2
+
+
 def test_map_tensors_finds_them_in_containers() -> None:
     """torch.utils._pytree."""
     x = leaf()

@@ -18,7 +18,7 @@ from zmqgrad.autograd.context import active_context
 from zmqgrad.autograd.graph.plan import Edge
 from zmqgrad.autograd.graph.undefined import reached
 from zmqgrad.autograd.send_recv import RECV_NODE, EdgeOrLeaf, edge_of, edge_or_leaf, recv_metadata
-from zmqgrad.autograd.torch_internals import watch_engine
+from zmqgrad.autograd.torch_internals import is_of_transform, watch_engine
 
 
 def install() -> None:
@@ -47,6 +47,8 @@ def _edges(places: Sequence[EdgeOrLeaf]) -> set[Edge]:
     found: set[Edge] = set()
     for place in places:
         if isinstance(place, torch.Tensor) and place.requires_grad:
+            if place.is_leaf and is_of_transform(place):
+                continue  # it exists in the transform only, so it was not sent; it may have no node
             place = edge_of(edge_or_leaf(place))
         if isinstance(place, GradientEdge):
             found.add((place[0], place[1]))

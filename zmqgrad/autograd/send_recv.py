@@ -112,10 +112,10 @@ def edge_of(place: EdgeOrLeaf) -> GradientEdge:
         edge = edge_of(substitute)
         substitute.requires_grad_(False)
         return edge
-    if place.layout is torch.strided:
-        return get_gradient_edge(place)
-    # Torch finds the node of a leaf through a view; a sparse tensor has no views, but can be copied.
-    with torch.enable_grad():
+    with torch.inference_mode(False):  # which also enables grad
+        if place.layout is torch.strided:
+            return get_gradient_edge(place)
+        # Torch finds the node of a leaf through a view; a sparse tensor has no views, but can be copied.
         copied = place.clone().grad_fn
     assert copied is not None
     leaf, number = copied.next_functions[0]

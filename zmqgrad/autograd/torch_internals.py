@@ -274,6 +274,10 @@ def is_python_function(node: Any) -> bool:
     return isinstance(node, torch._C._FunctionBase)
 
 
+is_of_transform: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one that a transform of ``torch.func`` has made of another."""
+
+
 # ---- nodes -----------------------------------------------------------------------------------------------
 
 
