@@ -252,6 +252,25 @@ def test_the_calling_threads_modes_do_not_matter(c: Cluster) -> None:
         same(grad(ctx, accumulated.sum(), x), expected)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_pass_in_inference_mode(c: Cluster, create_graph: bool) -> None:
+    x = leaf(2, 3)
+    (g,) = torch.autograd.grad(model(x, here), x, create_graph=True)
+    with context() as ctx:
+        loss = model(x)
+        with torch.inference_mode():
+            (mine,) = grad(ctx, loss, x, retain_graph=True, create_graph=create_graph)
+            backward(ctx, [loss], create_graph=create_graph)
+        accumulated = get_gradients(ctx)[x]
+        for found in (mine, accumulated):
+            assert found is not None
+            same([found], [g])
+            assert found.requires_grad == create_graph
+        if create_graph:
+            expected = torch.autograd.grad(g.sum(), x)
+            same(grad(ctx, accumulated.sum(), x), expected)
+
+
 def test_a_gradient_is_not_the_memory_that_its_graph_has_saved(c: Cluster) -> None:
     x = leaf(3)
     with context() as ctx:

@@ -46,8 +46,8 @@ def check_roots(roots: object) -> list[torch.Tensor]:
 
 def check_outputs(
     outputs: object, grad_outputs: object, create_graph: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Check the outputs of ``grad``. Returns them and their gradients.
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Check the outputs of ``grad``. Returns them and their gradients; None: ones.
 
     Raises:
         AutogradError: if an output does not require grad, or its gradient does not fit it.
@@ -58,7 +58,7 @@ def check_outputs(
     given = [None] * len(roots) if given is None else _listed(given, "grad_outputs")
     if len(given) != len(roots):
         raise AutogradError(f"{len(given)} grad_outputs were given for {len(roots)} outputs")
-    gradients: list[torch.Tensor] = []
+    gradients: list[torch.Tensor | None] = []
     for i, (root, gradient) in enumerate(zip(roots, given, strict=True)):
         if not isinstance(root, torch.Tensor) or not isinstance(gradient, torch.Tensor | None):
             raise TypeError(f"outputs[{i}] and grad_outputs[{i}] must be tensors, or the latter None")
@@ -70,13 +70,12 @@ def check_outputs(
                     f"grad can be implicitly created only for scalar outputs: outputs[{i}] has shape "
                     f"{tuple(root.shape)}, give its gradient in grad_outputs"
                 )
-            gradient = torch.ones_like(root)
         elif gradient.shape != root.shape:
             raise AutogradError(
                 f"Mismatch in shape: grad_outputs[{i}] has a shape of {tuple(gradient.shape)} and "
                 f"outputs[{i}] has a shape of {tuple(root.shape)}."
             )
-        gradients.append(gradient if create_graph else gradient.detach())
+        gradients.append(gradient if create_graph or gradient is None else gradient.detach())
     return roots, gradients
 
 

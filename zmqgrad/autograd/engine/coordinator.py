@@ -15,6 +15,7 @@ from zmqgrad.autograd.engine.discovery import Discovery
 from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.engine.step import BackwardStep
 from zmqgrad.autograd.engine.termination import ROOTS, TerminationDetector
+from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.errors import AutogradError, RpcTimeoutError
 from zmqgrad.rpc.profiling import profiled_here
 from zmqgrad.rpc.remote_errors import rebuild_exception
@@ -71,7 +72,7 @@ class Coordinator:
         roots: Sequence[torch.Tensor],
         options: PassOptions,
         mode: str,
-        gradients: Sequence[torch.Tensor] | None,
+        gradients: Sequence[Gradient] | None,
         inputs: Inputs | None,
     ) -> None:
         """Run the pass from ``roots``. Returns when it has finished on all workers.
@@ -101,7 +102,8 @@ class Coordinator:
         step = BackwardStep(
             self._participant, local_pass, self.id, self._worker.id, self._port.number, (ROOTS,)
         )
-        started = [torch.ones_like(r) for r in roots] if gradients is None else gradients
+        given = [None] * len(roots) if gradients is None else gradients
+        started = [torch.ones_like(r) if g is None else g for r, g in zip(roots, given, strict=True)]
         step.carry_out(lambda: local_pass.start(started, step))
         self._wait()
         if self.detector.waiting():

@@ -93,7 +93,7 @@ class Participant:
         roots: Sequence[torch.Tensor],
         options: PassOptions,
         mode: str,
-        gradients: Sequence[torch.Tensor] | None = None,
+        gradients: Sequence[Gradient] | None = None,
         inputs: Inputs | None = None,
         pass_id: int | None = None,
     ) -> None:
@@ -104,7 +104,7 @@ class Participant:
             roots: tensors of this worker.
             options: how it runs.
             mode: one of ``MODES``.
-            gradients: of ``roots``; None: ones.
+            gradients: of ``roots``; None, for all or one of them: ones.
             inputs: the tensors whose gradients it returns, if leaves accumulate none.
             pass_id: its id, if a recomputation has one for it already.
 
@@ -121,7 +121,8 @@ class Participant:
         if coordinator.inbox is not None:
             self._inboxes[coordinator.id] = coordinator.inbox
         try:
-            coordinator.run(roots, options, mode, gradients, inputs)
+            with torch.inference_mode(False):  # in which nothing that the pass makes could be differentiated
+                coordinator.run(roots, options, mode, gradients, inputs)
         finally:
             if tracer is not None:
                 tracer.pass_finished(context.id, coordinator.id, not coordinator.finished)
