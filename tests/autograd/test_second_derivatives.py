@@ -391,6 +391,15 @@ def test_arguments_are_checked(c: Cluster) -> None:
             grad(ctx, y, x)
         with pytest.raises(AutogradError, match="Mismatch in shape"):
             grad(ctx, y, x, torch.ones(3))
+        complex_y = torch.complex(y, y)
+        with pytest.raises(AutogradError, match=r"real scalar outputs: outputs\[0\] is torch\.complex128"):
+            grad(ctx, complex_y.sum(), x)
+        for output, gradient in (
+            (complex_y, torch.ones(2, 3)),
+            (y, torch.ones(2, 3, dtype=torch.complex128)),
+        ):
+            with pytest.raises(AutogradError, match=r"Mismatch in dtype: grad_outputs\[0\] has a dtype of"):
+                grad(ctx, output, x, gradient)
         with pytest.raises(AutogradError, match="2 grad_outputs were given for 1 outputs"):
             grad(ctx, y, x, [torch.ones(3)] * 2)
         with pytest.raises(AutogradError, match=r"inputs\[1\] does not require grad"):

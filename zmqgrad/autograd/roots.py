@@ -70,10 +70,20 @@ def check_outputs(
                     f"grad can be implicitly created only for scalar outputs: outputs[{i}] has shape "
                     f"{tuple(root.shape)}, give its gradient in grad_outputs"
                 )
+            if root.is_complex():
+                raise AutogradError(
+                    f"grad can be implicitly created only for real scalar outputs: outputs[{i}] is "
+                    f"{root.dtype}, give its gradient in grad_outputs"
+                )
         elif gradient.shape != root.shape:
             raise AutogradError(
                 f"Mismatch in shape: grad_outputs[{i}] has a shape of {tuple(gradient.shape)} and "
                 f"outputs[{i}] has a shape of {tuple(root.shape)}."
+            )
+        elif gradient.is_complex() != root.is_complex():
+            raise AutogradError(
+                f"Mismatch in dtype: grad_outputs[{i}] has a dtype of {gradient.dtype} and outputs[{i}] has "
+                f"a dtype of {root.dtype}: both must be complex, or none."
             )
         gradients.append(gradient if create_graph or gradient is None else gradient.detach())
     return roots, gradients
