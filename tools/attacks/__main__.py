@@ -142,23 +142,26 @@ def try_cells(chosen: list[Cell]) -> tuple[int, int]:
 
 
 def flood(frames: int, connections: int, words: str) -> tuple[int, int]:
-    """Floods each address of a job whose description contains ``words``. Returns as :func:`try_cells`."""
+    """Floods each address of a job whose description contains ``words``. Returns as :func:`try_cells`.
+
+    Another job makes the same calls meanwhile and is left alone: what that takes is not due to the attack.
+    """
     tried = succeeded = 0
     columns = (
         "address",
         "attack",
         "calls made, lost",
-        "MiB: at most, after",
+        "MiB: at most, after, of the job left alone",
         "descriptors: before, at most, after",
     )
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for kind in (Kind.SECRET, Kind.HOSTS):
-        with Job(kind) as job:
+        with Job(kind) as job, Job(kind) as control:
             for place in attempts.places(job.target):
                 if words not in job.describe(place):
                     continue
                 for act, count in ((attempts.throw, frames), (attempts.crowd_at, connections)):
-                    before = job.measure()
+                    before, left_alone = job.measure(), control.measure()
                     with job.watched() as peak:
                         attack(
                             Attacker.CONTAINER,
@@ -168,13 +171,14 @@ def flood(frames: int, connections: int, words: str) -> tuple[int, int]:
                             *(place, count, job.target),
                             seconds=60 + count / 500,
                         )
-                    problems = job.damage_since(before, MAX_GROWTH)
+                    usual = growth(left_alone, control.measure())
+                    problems = job.damage_since(before, MAX_GROWTH + usual)
                     after = job.measure()
                     what = "frames of garbage" if act is attempts.throw else "silent connections"
                     print(
                         f"| {kind.value}: {job.describe(place)} | {count} {what} "
                         f"| {after.calls - before.calls}, {after.lost - before.lost} "
-                        f"| {growth(before, peak[0]) >> 20}, {growth(before, after) >> 20} "
+                        f"| {growth(before, peak[0]) >> 20}, {growth(before, after) >> 20}, {usual >> 20} "
                         f"| {sum(before.descriptors)}, {sum(peak[0].descriptors)}, {sum(after.descriptors)} "
                         f"| {'; '.join(problems)}",
                         flush=True,
