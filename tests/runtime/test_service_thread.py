@@ -438,9 +438,9 @@ def test_timers_of_an_alarm_do_not_multiply(keeper: ServiceThread, clock: Manual
     assert len(ran) == 13
 
 
-@pytest.mark.parametrize("line", range(0, 60, 2))
+@pytest.mark.parametrize("at", range(0, 60, 2))
 def test_an_alarm_may_be_set_while_it_is_being_set(
-    keeper: ServiceThread, clock: ManualClock, line: int
+    keeper: ServiceThread, clock: ManualClock, at: int
 ) -> None:
     """As a finalizer does that the collector runs there."""
     start = clock.now()
@@ -452,7 +452,7 @@ def test_an_alarm_may_be_set_while_it_is_being_set(
         frame.f_trace_opcodes = True
         if event == "opcode":
             instructions += 1
-            if instructions == line:
+            if instructions == at:
                 alarm.set(start + 1.0)
         return trace
 
