@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -129,3 +130,23 @@ def test_it_ends_before_it_has_begun() -> None:
     assert reader.join(Deadline.after(0)) == []
     assert closed.get(timeout=0)
     assert closed.empty()
+
+
+def test_a_task_can_wait_for_what_was_read_after_it(reading: Reading) -> None:
+    """As a request to fetch a value waits for the reply that makes it, which was in the same batch."""
+    done = threading.Event()
+    batched: list[Task] = []
+    readable, writable = os.pipe()
+
+    def read_a_batch() -> None:
+        os.read(readable, 1)
+        reading.reader.tasks.append(lambda: reading.handled.put(done.wait(WAIT)))
+        batched.append(done.set)
+
+    reading.reader.on_idle = lambda: batched.pop() if batched else None
+    reading.reader.watch(readable, read_a_batch)
+    os.write(writable, b"1")
+    assert reading.take(1) == [True]
+    reading.reader.unwatch(readable)
+    os.close(readable)
+    os.close(writable)

@@ -91,7 +91,6 @@ class Server:
             self._on_reply(inbound)
             return None
         self.served += 1
-        self._completions.flush()  # the task of this thread may take long
         handler = self._requests.get(kind)
         if handler is None:
             self.repeats.warning(f"{self._worker.name}: no handler for {type(inbound.message).__name__}")

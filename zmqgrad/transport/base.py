@@ -51,7 +51,8 @@ Longer work is returned as a task, which runs in a thread of the pool.
 """
 
 OnIdle = Callable[[], Task | None]
-"""Called by the reading thread before it blocks. May return a task, which runs like a handler's."""
+"""Called by the reading thread before it blocks or runs a task. May return a task, which runs like a
+handler's."""
 
 
 class PeerAddress(NamedTuple):
@@ -147,7 +148,7 @@ class Mailbox(Protocol):
                 received from the peer any more.
             service: runs periodic work and heartbeats; None: the mailbox starts one.
             suspected: called when a monitored peer is silent.
-            on_idle: called before the reading thread blocks, so a handler can batch work.
+            on_idle: called before the reading thread blocks or runs a task, so a handler can batch work.
         """
 
     def acquire_channel(self, peer: int) -> ReplyChannel | None:

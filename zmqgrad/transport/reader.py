@@ -68,7 +68,8 @@ class Reader:
         clock: Clock = MONOTONIC,
     ) -> None:
         self.on_idle: OnIdle = _nothing
-        """Called before the reader polls, when all that has arrived was handled. May return a task."""
+        """Called when all that has arrived was handled, and before the thread goes off to run a task. May
+        return a task."""
         self.at_router = False
         """Whether the ROUTER may have messages. To be set after it was used otherwise than to read: its
         descriptor does not report again what it has reported."""
@@ -200,11 +201,15 @@ class Reader:
                     task = self.tasks.popleft()
                 elif self.at_router and self._in_a_row < ROUTER_BURST:
                     task = self._read_router()
+                elif (idle := self.on_idle()) is not None:
+                    self._thread = 0
+                    return idle
                 else:
-                    task = self.on_idle()
-                    if task is None:
-                        self._poll()
+                    self._poll()
                 if task is not None:
+                    # The task may wait for what was handled together with it.
+                    if (idle := self.on_idle()) is not None:
+                        self.tasks.append(idle)
                     self._thread = 0
                     return task
         except zmq.ContextTerminated:
