@@ -183,3 +183,47 @@ def test_what_was_accumulated_before_the_error_stays_as_in_one_process(c: Cluste
             backward(ctx, [loss])
         gradients = get_gradients(ctx)
         assert [gradients[t].item() if t in gradients else None for t in (x, w)] == alone == [None, 1.0]
+
+
+@pytest.mark.parametrize("creator", [0, 1])
+def test_a_pass_fails_at_once_when_its_context_is_released(c: Cluster, creator: int) -> None:
+    """By the worker that runs the pass, and by another, while a third worker computes."""
+    begun, go_on = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def compute() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE)
+
+    def run_pass(context_id: int, loss: Tensor) -> None:
+        with c.acting(0):
+            try:
+                backward(context_id, [loss])
+            except RuntimeError as e:
+                errors.append(e)
+
+    THEN.update(long=compute)
+    with c.acting(creator):
+        with context() as ctx:
+            y = rpc.rpc_sync(0, partly, (leaf(),)) if creator else partly(leaf())
+            thread = threading.Thread(target=run_pass, args=(ctx, LOSSES.pop()))
+            thread.start()
+            assert begun.wait(DEADLINE)
+        del y
+    thread.join(DEADLINE)
+    assert not go_on.is_set()
+    ended = not thread.is_alive()
+    go_on.set()
+    c.network.wait_quiet()
+    assert ended
+    assert "has been released during a backward pass" in str(errors)
+
+
+LOSSES: list[Tensor] = []
+
+
+def partly(x: Tensor) -> Tensor:
+    """Computes a loss here, part of it at worker 2, and keeps it."""
+    y: Tensor = rpc.rpc_sync(2, runs, (x, "long"))
+    LOSSES.append(y.sum())
+    return y

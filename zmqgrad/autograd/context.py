@@ -71,6 +71,8 @@ class Context:
         self.pass_lock = threading.Lock()  # guards the three below
         self.passes: dict[int, LocalPass] = {}
         """This worker's part of each backward pass, by pass id."""
+        self.running: dict[int, Callable[[BaseException], None]] = {}
+        """Fails a pass that runs and began here, by pass id. Changed by atomic operations only."""
         self._ended: list[int] = []  # passes that began here and that workers may still hold
         self._forgotten: set[int] = set()  # ids of passes that a late message must not start again
 
@@ -82,8 +84,8 @@ class Context:
         return params is None or versions.changed_since(self.read_at, params)
 
     def end(self) -> None:
-        """Mark the context as released, and drop its passes."""
-        self.released = True  # before its peers are read: see Autograd.outgoing
+        """Mark the context as released, and drop its passes; those that run fail."""
+        self.released = True  # before its peers are read: see Autograd.outgoing; and before add_pass
         with self.pass_lock:
             for each in self.passes.values():
                 each.abandon()
@@ -91,6 +93,24 @@ class Context:
         with self._lock:
             for send in [send for send in self._sends.values() if send.checkpoint is not None]:
                 del self._sends[send.autograd_id]  # so do checkpointed calls
+        for fail in list(self.running.values()):
+            fail(self._released_error())
+
+    def _released_error(self) -> AutogradError:
+        return AutogradError(
+            f"autograd context {show_id(self.id)} has been released during a backward pass: leave its "
+            "'with' block only when all passes in it have returned"
+        )
+
+    def add_pass(self, number: int, local_pass: LocalPass) -> None:
+        """Add this worker's part of a pass. The caller holds ``pass_lock``.
+
+        Raises:
+            AutogradError: if the context has been released.
+        """
+        if self.released:
+            raise self._released_error()
+        self.passes[number] = local_pass
 
     def peers(self) -> set[int]:
         """Return the workers that this one has exchanged messages of the context with."""
@@ -511,11 +531,11 @@ class Contexts:
             if len(self._released) > MAX_RELEASED_IDS:
                 self._released.popitem(last=False)
             context = self._live.pop(context_id, None)
-            if context is not None:
-                context.end()
-                if (tracer := self._tracer()) is not None:
-                    tracer.context_released(context_id)
-            return context
+            if context is not None and (tracer := self._tracer()) is not None:
+                tracer.context_released(context_id)
+        if context is not None:
+            context.end()  # which wakes who waits for its passes
+        return context
 
     def live(self) -> list[Context]:
         """Return all contexts."""

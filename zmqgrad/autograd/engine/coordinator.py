@@ -96,7 +96,7 @@ class Coordinator:
             local_pass = LocalPass(
                 context, self._worker.id, options, roots, local_inputs, sends, pass_id=self.id
             )
-            context.passes[self.id] = local_pass
+            context.add_pass(self.id, local_pass)
         if mode == "smart":
             self._drop(_never(self._discover({self._worker.id}, local_pass)), local_pass)
         step = BackwardStep(

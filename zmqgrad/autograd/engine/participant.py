@@ -109,7 +109,8 @@ class Participant:
             pass_id: its id, if a recomputation has one for it already.
 
         Raises:
-            AutogradError: in fast mode, if groups somewhere wait for a gradient that will never arrive.
+            AutogradError: in fast mode, if groups somewhere wait for a gradient that will never arrive; if
+                the context is released meanwhile.
             RpcTimeoutError: if no report of the pass arrives for the default timeout; names the workers.
             Exception: any error of a backward function or hook on any worker, also as a RuntimeError.
         """
@@ -118,6 +119,7 @@ class Participant:
         if tracer is not None:
             tracer.pass_started(context.id, coordinator.id)
         self._detectors[coordinator.id] = coordinator.detector
+        context.running[coordinator.id] = coordinator.detector.abort
         if coordinator.inbox is not None:
             self._inboxes[coordinator.id] = coordinator.inbox
         try:
@@ -126,7 +128,7 @@ class Participant:
         finally:
             if tracer is not None:
                 tracer.pass_finished(context.id, coordinator.id, not coordinator.finished)
-            del self._detectors[coordinator.id]
+            del self._detectors[coordinator.id], context.running[coordinator.id]
             self._inboxes.pop(coordinator.id, None)
             ended = context.end_pass(coordinator.id) if coordinator.finished else [coordinator.id]
             if ended:
@@ -359,7 +361,7 @@ class Participant:
         """Take part in a pass before its first gradient arrives, as it returns gradients of ``inputs``."""
         with context.pass_lock:
             joined = LocalPass(context, self.worker_id, options, (), inputs, pass_id=pass_id)
-            context.passes[pass_id] = joined
+            context.add_pass(pass_id, joined)
             return joined
 
     def record(self, context: Context, peer: int, gradients: Sequence[torch.Tensor]) -> int:
@@ -374,7 +376,7 @@ class Participant:
                     raise AutogradError(f"backward pass {show_id(pass_id)} has ended")
                 sends = context.sends(pass_id)
                 found = LocalPass(context, self.worker_id, options, sends=sends, pass_id=pass_id)
-                context.passes[pass_id] = found
+                context.add_pass(pass_id, found)
             elif options.retain_graph and not found.options.retain_graph:
                 found.keep_graph()
             return found
