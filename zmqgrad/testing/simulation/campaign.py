@@ -27,7 +27,7 @@ from zmqgrad.testing.simulation.processes import Process, World
 from zmqgrad.testing.simulation.scheduler import Failure
 
 REAL_SECONDS = 120
-"""A run that takes longer is stuck in a real wait: a fault of the simulation."""
+"""A run that takes longer is stuck in a real wait, which is a fault of the simulation, or starved."""
 
 LAST_MESSAGES = 20
 """So many are told of a seed that fails."""
@@ -341,13 +341,15 @@ def _in_fork(run_here: Callable[[], Run], seed: int) -> Run:
             os._exit(0)
     os.close(writer)
     # By the parent: a fork cannot start a watchdog of its own if its parent has one.
+    why = "the process that ran the simulation ended without a result: see its output"
     if not select.select([reader], [], [], REAL_SECONDS)[0]:
+        why = f"a real wait, or a machine that is too busy: no result after {REAL_SECONDS} s, see the stacks"
         os.kill(child, signal.SIGABRT)  # it tells where it is
     with os.fdopen(reader, "rb") as pipe:
         data = pipe.read()
     os.waitpid(child, 0)
     if not data:
-        return Run(seed, "the process that ran the simulation ended without a result: see its output")
+        return Run(seed, why)
     found: Run = pickle.loads(data)
     return found
 
