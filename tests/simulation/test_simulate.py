@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -110,6 +111,26 @@ def survive(rank: int) -> float:
         time.sleep(3600)
     rpc.shutdown(graceful=False)
     return time.monotonic() - began
+
+
+def wait_in_vain(rank: int) -> float:
+    began = time.monotonic()
+    if rank == 0:
+        threading.Timer(5.0, die).start()
+    if rank < 2:
+        with pytest.raises(
+            RuntimeError, match=r"these ranks have not joined: \[2\].* the process that served it has ended"
+        ):
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("hosts", [["host0"], ["host0", "host1"]], ids=["one host", "two hosts"])
+def test_a_worker_that_joins_is_told_that_the_store_has_ended(hosts: list[str]) -> None:
+    # It waited for the store until the timeout of init_rpc, and others for its replies.
+    [run] = simulate(wait_in_vain, workers=3, hosts=hosts, seeds=[0])
+    assert run.killed == (0,)
+    assert 5 < run.values[1] < 20
 
 
 def test_a_session_that_waits_to_reconnect_does_nothing_meanwhile() -> None:

@@ -413,6 +413,22 @@ def serve(port: int, path: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_a_store_that_is_not_restarted_is_not_waited_for(tmp_path: Path, fast_path: bool) -> None:
+    port = free_port()
+    process = serve(port, tmp_path / "journal")
+    with TCPStore("127.0.0.1", port, timeout=PATIENCE, fast_path=fast_path) as store:
+        store.expect_no_restart()
+        began = MONOTONIC.now()
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        with pytest.raises(StoreError, match=f"served it has ended: tcp://127.0.0.1:{port} is") as e:
+            store.get("key")
+        assert not isinstance(e.value, StoreTimeoutError)
+        assert MONOTONIC.now() - began < PATIENCE / 2
+
+
+@pytest.mark.processes
 @pytest.mark.slow
 def test_acknowledged_writes_survive_sigkill_in_the_middle_of_writes(tmp_path: Path) -> None:
     """P9 of docs/guarantees.md, three times over, with four threads that write without a pause."""

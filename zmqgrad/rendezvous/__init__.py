@@ -396,6 +396,7 @@ def _serve_or_connect(
             f"rank 0 cannot serve the store at {host}:{port} ({where}): {e}; or two workers of this job have "
             f"rank 0"
         ) from e
+    store.expect_no_restart()  # whoever serves it keeps it in memory
     # The agent keeps its own keys in the same store.
     return PrefixStore("/worker", store, owned=True) if by_agent else store
 

@@ -201,6 +201,7 @@ def _connect(address: _Address) -> TCPStore:
                 raise
         else:
             store.set_timeout(address.timeout)
+            store.expect_no_restart()
             return store
 
 

@@ -127,6 +127,10 @@ class TCPStore(Store):
         """Counters of :meth:`~zmqgrad.store.StoreServer.statistics`; empty unless this is the master."""
         return {} if self._server is None else self._server.statistics()
 
+    def expect_no_restart(self) -> None:
+        """Let calls raise an error once the server has ended, instead of waiting for another one there."""
+        self._connection.expect_no_restart()
+
     def refuse_newcomers(self) -> None:
         """On the master: ignore clients that are not connected yet, because this store is about to close.
 

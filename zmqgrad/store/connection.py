@@ -139,6 +139,10 @@ class Connection:
         kind = _KINDS.get(reply.reason, StoreError)
         return kind(f"{_name(query)}: {where} refused: {reply.text}")
 
+    def expect_no_restart(self) -> None:
+        """As :meth:`~zmqgrad.store.TCPStore.expect_no_restart`."""
+        self._client.server.restarts = False
+
     def ping(self) -> None:
         """Check that a store replies."""
         pong = self.request(StorePing(secrets.token_hex(8)), self.timeout)

@@ -315,20 +315,22 @@ class Registry:
         missing = [rank for rank in range(world_size) if rank != self._own.id]
         backoff, log = Backoff(POLL_SECONDS, MAX_POLL_SECONDS), WaitLog(logger)
         while True:
+            pause = backoff.pause(min(deadline.left(), log.left()))
             try:
-                # One query both waits and reads: between two, a worker that has all records might leave, and
-                # the store with it.
-                pause = backoff.pause(min(deadline.left(), log.left()))
-                records = _read(self._store, keys, pause)
-                break
-            except StoreTimeoutError:
-                missing = self._absent(keys, missing)
-                if deadline.passed():
-                    raise self._did_not_join(world_size, missing) from None
-                check()
-                log.warning("%s waits: %s", self._own.name, _describe_missing(world_size, missing))
-            except StoreError:  # rank 0, which serves the store, timed out earlier
-                raise self._did_not_join(world_size, missing) from None
+                try:
+                    # One query both waits and reads: between two, a worker that has all records might leave,
+                    # and the store with it.
+                    records = _read(self._store, keys, pause)
+                    break
+                except StoreTimeoutError:
+                    missing = self._absent(keys, missing)
+                    if not deadline.passed():
+                        check()
+            except StoreError as e:  # rank 0, which serves the store, timed out earlier, or was killed
+                raise self._did_not_join(world_size, missing, f" [{e}]") from e
+            if deadline.passed():
+                raise self._did_not_join(world_size, missing)
+            log.warning("%s waits: %s", self._own.name, _describe_missing(world_size, missing))
         for raw in records:
             if raw[:1] in _REASONS:
                 raise _REASONS[raw[:1]](raw[1:].decode())
@@ -342,10 +344,10 @@ class Registry:
             return before
         return [rank for rank, key in enumerate(keys) if key not in present]
 
-    def _did_not_join(self, world_size: int, ranks: list[int]) -> RendezvousTimeoutError:
+    def _did_not_join(self, world_size: int, ranks: list[int], why: str = "") -> RendezvousTimeoutError:
         return RendezvousTimeoutError(
             f"{self._own.name}: {_describe_missing(world_size, ranks)}, or allow more "
-            f"time: init_rpc waits for RpcBackendOptions(rpc_timeout=SECONDS), 60 if not set"
+            f"time: init_rpc waits for RpcBackendOptions(rpc_timeout=SECONDS), 60 if not set{why}"
         )
 
     def mark_joined(self) -> None:

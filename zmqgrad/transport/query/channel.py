@@ -8,15 +8,17 @@ server replies to a repetition as it did before, and drops a waiting query that 
 
 from __future__ import annotations
 
+import math
 import secrets
 import select
 from collections.abc import Callable
 
-from zmqgrad.errors import ClosedError, ProtocolError
+from zmqgrad.errors import ClosedError, ProtocolError, TransportError
 from zmqgrad.runtime.clock import Clock
 from zmqgrad.runtime.polling import to_milliseconds
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
+from zmqgrad.transport.heartbeat.failure_detector import is_reachable
 from zmqgrad.transport.local.connection import LARGE, MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 from zmqgrad.transport.query import spin_budget
@@ -99,6 +101,8 @@ class QueryChannel:
     def _complete(self, sent: bool, data: bytes | None) -> Message:
         """Repeats the query until its reply arrives; ``data`` was already received by the fast path."""
         query = self._query
+        if self._server.ended:
+            raise TransportError(self._server.ended)
         if sent:
             self._queued = query
         else:
@@ -152,6 +156,7 @@ class QueryChannel:
             if self._dealer.refused:
                 self._close_dealer()
             elif not self._dealer.connected:
+                self._check_not_ended()
                 return  # it is queued in the socket, and leaves with the next connection
             elif self._query.peer_responded:
                 self._query.peer_responded = False
@@ -159,6 +164,20 @@ class QueryChannel:
             else:
                 self._close_dealer()  # the server has ended, though no event reported it
         self._send()
+
+    def _check_not_ended(self) -> None:
+        """Raises TransportError if the server has ended, and none follows it."""
+        server, query = self._server, self._query
+        if server.restarts or not server.was_connected:
+            return
+        if is_reachable(server.address):
+            query.refused_at = math.inf
+            return
+        now = self._now()
+        query.refused_at = min(query.refused_at, now)
+        if now - query.refused_at >= server.refused_seconds:
+            server.ended = f"the process that served it has ended: {server.address} is not open any more"
+            raise TransportError(server.ended)
 
     # ---- receiving --------------------------------------------------------------------------------------
 
@@ -243,6 +262,7 @@ class QueryChannel:
                 return None
             data = fast.receive()
             self._accepted = fast
+            self._server.was_connected, self._server.refused_seconds = True, 0.0
         except BlockingIOError:
             return None
         except OSError as e:

@@ -49,7 +49,8 @@ class QueryClient:
     ) -> None:
         self.address = address
         self.name = name
-        self._server = ServerInfo(address, keys)
+        self.server = ServerInfo(address, keys)
+        """What is known about it."""
         self._fast_path = fast_path and local.supported()
         self._clock = clock
         self._closed = False
@@ -117,7 +118,7 @@ class QueryClient:
             if error is not None:
                 raise error
             channel = QueryChannel(
-                self._server, self._fast_path, self._closing.fd, self._closed_error, self._clock
+                self.server, self._fast_path, self._closing.fd, self._closed_error, self._clock
             )
             self._channels[channel] = None
         return channel

@@ -10,6 +10,7 @@ import zmq
 
 from zmqgrad import environment
 from zmqgrad.errors import AuthenticationError, TransportError
+from zmqgrad.transport.heartbeat.failure_detector import REFUSED_SECONDS, is_on_this_host
 from zmqgrad.transport.local.handshake import ANY
 from zmqgrad.transport.query.pending import PING_ID
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
@@ -53,6 +54,12 @@ class ServerInfo:
         """Where the fast path connects; None if that is unknown, or does not work."""
         self.was_connected = False
         """Whether any handshake has ever succeeded, so the secret is right."""
+        self.restarts = True
+        """Whether queries wait for another server at the address once it has ended."""
+        self.ended = ""
+        """How it is known that it has ended, and that none follows."""
+        self.refused_seconds = 0.0 if is_on_this_host(address) else REFUSED_SECONDS
+        """For how long it must refuse connections to have ended."""
 
 
 class DealerConnection:

@@ -6,6 +6,7 @@ channel may receive further replies to earlier queries.
 
 from __future__ import annotations
 
+import math
 from itertools import chain, repeat
 
 from zmqgrad.errors import ProtocolError
@@ -28,7 +29,15 @@ class PendingQuery:
         deadline: when it fails.
     """
 
-    __slots__ = ("_intervals", "_repeat_at", "deadline", "packet", "peer_responded", "request_id")
+    __slots__ = (
+        "_intervals",
+        "_repeat_at",
+        "deadline",
+        "packet",
+        "peer_responded",
+        "refused_at",
+        "request_id",
+    )
 
     def __init__(self, request_id: int, packet: bytearray, now: float, deadline: float) -> None:
         self.request_id = request_id
@@ -36,6 +45,8 @@ class PendingQuery:
         self.deadline = deadline
         self.peer_responded = True
         """Whether anything was received since the last repetition."""
+        self.refused_at = math.inf
+        """Since when the server has refused connections."""
         self._intervals = chain(REPEAT_SECONDS, repeat(REPEAT_SECONDS[-1]))
         self._repeat_at = now + next(self._intervals)
 
