@@ -12,6 +12,7 @@ import pytest
 from zmqgrad import rpc
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.testing.simulation import Run, SimulationFailed, __main__, simulate
+from zmqgrad.testing.simulation.campaign import Faults
 
 
 def exchange(rank: int) -> int:
@@ -66,6 +67,12 @@ def test_a_worker_is_killed_at_any_moment_and_the_others_may_tell_of_it() -> Non
     for run in runs:
         assert len(run.killed) + len(run.losses) + len(run.values) >= 2
         assert run.killed or not run.losses
+
+
+def test_a_process_that_is_stopped_for_seconds_goes_on() -> None:
+    runs = simulate(exchange, workers=2, seeds=6, faults=Faults(stops=2, lasting=5.0))
+    assert [run.values for run in runs] == [{0: 1, 1: 1}] * 6
+    assert max(run.simulated_seconds for run in runs) > 2
 
 
 def test_a_debugger_gets_one_seed() -> None:

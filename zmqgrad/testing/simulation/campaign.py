@@ -42,7 +42,8 @@ class Faults:
         dropped: how often a connection is dropped, or all, with what was in flight.
         partitions: how often nothing passes from a host to another, or between the two.
         stalls: how often the I/O thread of libzmq does nothing in a process.
-        lasting: the longest time in seconds that a partition or a stall lasts.
+        stops: how often a process is stopped, as by SIGSTOP.
+        lasting: the longest time in seconds that a partition, a stall or a stop lasts.
         latency: the longest time in seconds that a packet takes between hosts.
         io: the longest time in seconds that an I/O thread of libzmq takes to act.
         within: the simulated seconds in which faults happen.
@@ -52,6 +53,7 @@ class Faults:
     dropped: int = 0
     partitions: int = 0
     stalls: int = 0
+    stops: int = 0
     lasting: float = 2.0
     latency: float = 0.0
     io: float = 0.0
@@ -65,7 +67,7 @@ class Faults:
     @property
     def loses_nothing(self) -> bool:
         """Whether all that is sent arrives soon."""
-        return not (self.kills or self.dropped or self.partitions or self.stalls)
+        return not (self.kills or self.dropped or self.partitions or self.stalls or self.stops)
 
 
 @dataclass
@@ -273,6 +275,9 @@ def _prepare(
         began, stalled = _moment(rng, faults), rng.choice(world.processes).network
         scheduler.call_at(began, stalled.freeze)
         scheduler.call_at(began + rng.random() * faults.lasting, stalled.thaw)
+    for _ in range(faults.stops):
+        stop = functools.partial(world.stop, rng.choice(world.processes), rng.random() * faults.lasting)
+        scheduler.call_at(_moment(rng, faults), stop)
     world.begin()
 
 

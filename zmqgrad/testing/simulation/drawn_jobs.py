@@ -17,6 +17,7 @@ KINDS = {
     "none": (programs.program, Faults(latency=0.002)),
     "drops": (programs.program, Faults(latency=0.002, dropped=3, within=0.1)),
     "kills": (programs.program_with_losses, Faults(latency=0.005, kills=1, within=0.25)),
+    "stops": (programs.program, Faults(latency=0.002, stops=3, within=0.1)),
     "partitions": (programs.program, Faults(latency=0.002, partitions=2, stalls=1, within=0.1, io=0.01)),
 }
 """What goes wrong, by name, and in which program."""

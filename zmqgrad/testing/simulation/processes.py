@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -279,6 +280,16 @@ class World(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if process.running:
             process.killed = True
             process.end()
+
+    def stop(self, process: Process, seconds: float) -> None:
+        """Stops a process for a while: none of its code runs, and what others send it waits."""
+        self.scheduler.stop(process)
+        process.network.freeze()
+        self.scheduler.call_at(self.scheduler.now() + seconds, functools.partial(self._resume, process))
+
+    def _resume(self, process: Process) -> None:
+        self.scheduler.resume(process)
+        process.network.thaw()
 
     def kill_pid(self, pid: int, number: int) -> None:
         """As ``os.kill``, for signals that end a process."""

@@ -111,6 +111,8 @@ class Scheduler:
         self._process: Any = None
         self._ready: dict[Task, None] = {}
         self._waiting: dict[Task, None] = {}
+        self._held: dict[Task, None] = {}  # would be ready if their process were not stopped
+        self._stopped: set[Any] = set()
         self._leader: Task | None = (
             None  # of the highest priority among those that are ready; None: not known
         )
@@ -244,9 +246,24 @@ class Scheduler:
         if task in self._waiting:
             self._make_ready(task)
 
+    def stop(self, process: Any) -> None:
+        """Runs no task of ``process`` before :meth:`resume`, as the kernel after SIGSTOP."""
+        self._stopped.add(process)
+        for task in [t for t in self._ready if t.process is process]:
+            del self._ready[task]
+            self._held[task] = None
+        self._leader = None
+
+    def resume(self, process: Any) -> None:
+        """Undoes :meth:`stop`."""
+        self._stopped.discard(process)
+        for task in [t for t in self._held if t.process is process]:
+            del self._held[task]
+            self._make_ready(task)
+
     def remove(self, gone: Callable[[Task], bool]) -> None:
         """Never again runs the tasks that are ``gone``. Does not return in one of them."""
-        for tasks in (self._ready, self._waiting):
+        for tasks in (self._ready, self._waiting, self._held):
             for task in [t for t in tasks if gone(t)]:
                 del tasks[task]
         self._leader = None
@@ -257,7 +274,7 @@ class Scheduler:
 
     def tasks(self) -> list[Task]:
         """Returns the threads that have not ended."""
-        return sorted((*self._ready, *self._waiting), key=lambda task: task.number)
+        return sorted((*self._ready, *self._waiting, *self._held), key=lambda task: task.number)
 
     def stacks(self) -> str:
         """Returns where each thread is."""
@@ -265,7 +282,9 @@ class Scheduler:
         parts = []
         for task in self.tasks():
             until = "" if task.deadline == math.inf else f" until {task.deadline:.6f}"
-            state = "can run" if task in self._ready else f"waits{until}"
+            state = (
+                "can run" if task in self._ready else "is stopped" if task in self._held else f"waits{until}"
+            )
             frame = frames.get(task.ident)
             stack = traceback.format_stack(frame) if frame is not None else []
             own = [line for line in stack if "/testing/simulation/" not in line] or stack
@@ -304,7 +323,7 @@ class Scheduler:
         for state in task.states:
             state.waiters.pop(task, None)
         task.states = ()
-        self._ready[task] = None
+        (self._held if task.process in self._stopped else self._ready)[task] = None
         self._leader = None
 
     def _refresh(self) -> None:
