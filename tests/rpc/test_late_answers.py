@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +89,28 @@ def test_a_reply_in_flight_to_the_channel_at_the_timeout(
         worker.wait(call)
     gate.opened.set()
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
+    wait_until_empty(pair)
+
+
+def test_a_reply_that_is_read_while_the_call_times_out(pair: list[Worker]) -> None:
+    """The timer has removed the call already, and has yet to wake the thread that waits."""
+    for _ in range(3):  # from now on there are reply channels
+        assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]
+    worker = current_worker()
+    call = worker.call(1, give_rref, (False,), waits=True)
+    channel: Any = call.port._channel
+    expired = worker.client.pending.expire(math.inf)
+    assert expired == [call]
+
+    def go_on() -> None:
+        eventually(lambda: channel._in_hand, bool)
+        worker.client._time_out(expired)
+
+    timer = threading.Thread(target=go_on)
+    timer.start()
+    with pytest.raises(RpcTimeoutError):
+        worker.wait(call)
+    timer.join(WAIT)
     wait_until_empty(pair)
 
 

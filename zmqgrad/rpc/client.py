@@ -324,8 +324,9 @@ class Client:
                     promise.set_result(inbound)
                     abandoned = False
                     return inbound
-                else:
-                    promise.wait_done()  # another thread has removed the call and is about to set its promise
+                else:  # another thread has removed the call and is about to set its promise
+                    self._references.release_unread(inbound)
+                    promise.wait_done()
             if promise.done() or not self._expire(call):
                 promise.wait_done()  # returns at once, unless another thread is just setting it
                 abandoned = promise.exception() is not None and call.peer not in self._lost
