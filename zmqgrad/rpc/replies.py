@@ -54,10 +54,11 @@ class ReplyDecoder:
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """A future of the value of ``call``."""
-        future = call.future = RpcFuture(
+        future: RpcFuture[Any] = RpcFuture(
             call.promise, self.queue, call.description, call.peer, call.message_id
         )
         call.promise.add_done_callback(future.on_reply)
+        call.future = future  # last: a reader that finds it will call on_reply, and then drain the queue
         return future
 
     def future_of(self, reply: Promise[Inbound]) -> RpcFuture[Any]:
