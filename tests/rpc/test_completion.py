@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +12,100 @@ import torch
 from tests.support.waiting import eventually
 from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
+from zmqgrad.rpc.futures import CompletionQueue, RpcFuture
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
-from zmqgrad.runtime.thread_pool import Task
+from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
+
+
+class Reading:
+    """Reads replies, in the thread of the test, for a queue with threads of its own."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPool("test", 2)
+        self.timer = ServiceThread("test")
+        self.timer.start()
+        self.queue = CompletionQueue(self.pool.submit, self.timer.call_later, self.decode)
+
+    def decode(self, reply: Promise[Any]) -> Any:
+        """A value, or what a function returns."""
+        value: Any = reply.result()
+        return value() if callable(value) else value
+
+    def futures(self, number: int) -> list[tuple[RpcFuture[Any], Promise[Any]]]:
+        """As for so many calls, with their replies."""
+        made: list[tuple[RpcFuture[Any], Promise[Any]]] = []
+        for _ in range(number):
+            reply: Promise[Any] = Promise()
+            future: RpcFuture[Any] = RpcFuture(reply, self.queue)
+            future.batched = True
+            reply.add_done_callback(future.on_reply)
+            made.append((future, reply))
+        return made
+
+    def go_on(self) -> None:
+        """What the reader does before it polls."""
+        task = self.queue.drain()
+        if task is not None:
+            self.pool.submit(task)
+
+
+@pytest.fixture
+def reading() -> Iterator[Reading]:
+    made = Reading()
+    yield made
+    made.pool.close()
+    made.timer.close()
+    assert made.pool.join(Deadline.after(WAIT)) + made.timer.join(Deadline.after(WAIT)) == []
 
 
 def when_done(future: Any, callback: Callable[[], object]) -> None:
     """Add a callback as C++ does: of it, an :class:`RpcFuture` does not know."""
     torch._C.Future.add_done_callback(future, lambda _: callback())
+
+
+def test_a_callback_may_wait_for_a_future_of_the_same_batch(reading: Reading) -> None:
+    """Nothing else arrives, which would show that the thread which completes them is stuck."""
+    (first, _), (second, _) = pair = reading.futures(2)
+    finished = threading.Event()
+    when_done(second, finished.set)
+    outcome: list[bool] = []
+    when_done(first, lambda: outcome.append(finished.wait(WAIT)))
+    for n, (_, reply) in enumerate(pair):
+        reply.set_result(n)
+    reading.go_on()
+    eventually(lambda: outcome, bool)
+    assert outcome == [True]
+
+
+def exit_here() -> None:
+    """As a ``__setstate__`` of the program can."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["set by the program", "decoding is interrupted"])
+def test_a_future_that_cannot_be_completed_stops_no_other(reading: Reading, how: str) -> None:
+    (first, one), (second, two) = reading.futures(2)
+    finished = threading.Event()
+    when_done(second, finished.set)
+    if how == "set by the program":
+        first.set_result("by hand")
+    one.set_result(exit_here)
+    two.set_result("value")
+    reading.go_on()
+    assert finished.wait(WAIT)
+    assert second.wait() == "value"
+
+
+def test_a_future_that_the_program_has_set_does_not_end_what_closes(reading: Reading) -> None:
+    (first, one), (second, two) = reading.futures(2)
+    first.set_result("by hand")
+    one.set_result("reply")
+    two.set_result("value")
+    reading.queue.close()
+    reading.queue.finish()
+    assert (first.wait(), second.done()) == ("by hand", True)
 
 
 def test_a_reply_may_be_read_while_its_future_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

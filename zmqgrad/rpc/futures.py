@@ -202,14 +202,22 @@ class RpcFuture(PythonFuture[T]):
             else:
                 value = self._queue.decode(reply)
         except Exception as e:
-            self.set_exception(e)
+            self._settle(self.set_exception, e)
         except BaseException as e:  # Ctrl-C: the reply cannot be decoded a second time
-            self.set_exception(
-                RpcError(f"{type(e).__name__} was raised while the reply of {self!r} was being decoded")
-            )
+            text = f"{type(e).__name__} was raised while the reply of {self!r} was being decoded"
+            self._settle(self.set_exception, RpcError(text))
             raise
         else:
-            self._set_copied(value, copies)
+            self._settle(self._set_copied, value, copies)
+
+    def _settle(self, set_it: Callable[..., None], *outcome: Any) -> None:
+        """Call ``set_it(*outcome)``. No effect if the program has set this future meanwhile."""
+        try:
+            set_it(*outcome)
+        except RuntimeError:
+            if not self.done():
+                raise
+            logger.debug("%r was set by the program: its reply is dropped", self)
 
     def wait(self) -> T:
         """Wait for the result, and return it.
@@ -345,17 +353,22 @@ class CompletionQueue:
             self._submit_run()
 
     def _run(self, running: threading.Lock) -> None:
-        while True:
-            try:
-                while self._ready and running is self._running:
-                    self._ready.popleft().complete()
-            except IndexError:
-                pass
-            finally:
-                running.release()
-            # A future may have been added between the last check and the release.
-            if not self._ready or running is not self._running or not running.acquire(blocking=False):
-                return
+        try:
+            while running is self._running and (future := self._next()) is not None:
+                if self._ready:
+                    self._schedule_check()  # its callbacks may wait for those behind it
+                future.complete()
+        finally:
+            running.release()
+            # One may have been added between the last look and the release; or completing one has failed.
+            if self._ready and running is self._running:
+                self._submit_run()
+
+    def _next(self) -> RpcFuture[Any] | None:
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            return None
 
     def close(self) -> None:
         """The engine threads are ending: from now on, the thread that reads a reply completes its future."""
@@ -364,8 +377,10 @@ class CompletionQueue:
 
     def finish(self) -> None:
         """Complete the futures of tasks that the engine threads dropped, in the calling thread."""
-        for future in [*self._own_tasks, *self._ready]:
-            future.complete()
+        for future in list(self._own_tasks):
+            self._complete_in_own_task(future)
+        while (ready := self._next()) is not None:
+            ready.complete()
 
 
 def _run_task(task: Task) -> None:
