@@ -13,6 +13,7 @@ from tests.support.waiting import eventually
 from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
 from zmqgrad.rpc.futures import CompletionQueue, RpcFuture
+from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.service_thread import ServiceThread
@@ -134,3 +135,35 @@ def test_a_reply_may_be_read_while_its_future_is_made(monkeypatch: pytest.Monkey
         finished = threading.Event()
         when_done(future, finished.set)
         assert finished.wait(WAIT)
+
+
+gate = threading.Event()
+
+
+def wait_there() -> int:
+    """Until the test lets go."""
+    gate.wait(WAIT)
+    return 7
+
+
+def test_callbacks_run_after_a_wait_that_was_interrupted_at_its_beginning() -> None:
+    with two_workers() as (worker, _):
+        gate.clear()
+        future = rpc.rpc_async(1, wait_there)
+        interrupt_once(worker)
+        with pytest.raises(KeyboardInterrupt):
+            future.wait()
+        finished = threading.Event()
+        future.add_done_callback(lambda _: finished.set())
+        gate.set()
+        assert finished.wait(WAIT)
+
+
+def interrupt_once(worker: Worker) -> None:
+    """Press Ctrl-C in the next thread that asks whether waits are recorded."""
+
+    def interrupt() -> None:
+        worker.replies.queue.tracer = lambda: None
+        raise KeyboardInterrupt
+
+    worker.replies.queue.tracer = interrupt

@@ -233,11 +233,11 @@ class RpcFuture(PythonFuture[T]):
         if reply is not None:
             if not (reply.done() or may_wait_for_others()):
                 raise refused_wait(self.description)
-            self.waiting = True
             tracer = self._queue.tracer()
             if tracer is not None:
                 tracer.wait_begun(self.peer, self.message_id)
             try:
+                self.waiting = True  # undone whenever Ctrl-C comes
                 reply.wait_done()  # has the deadline of the call
             finally:
                 if tracer is not None:
