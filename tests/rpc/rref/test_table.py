@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -440,3 +441,32 @@ def test_no_value_is_waited_for_once_its_worker_is_closed(trio: Cluster) -> None
     worker.close()
     with pytest.raises(RRefError, match="worker1 was shut down"):
         worker.references.value(worker.ids.next(), timeout=20.0)
+
+
+class Contended(deque[int]):
+    """Whoever looks whether something is left is overtaken by another thread, which takes that."""
+
+    def __init__(self, others: deque[int], overtake: Callable[[], object]) -> None:
+        super().__init__(others)
+        self.overtake: Callable[[], object] | None = overtake
+
+    def __bool__(self) -> bool:
+        left = len(self) > 0
+        if left and self.overtake is not None:
+            overtake, self.overtake = self.overtake, None
+            overtake()
+        return left
+
+
+def test_two_threads_may_notify_owners_at_once(trio: Cluster) -> None:
+    """The timer, and one that shuts the worker down."""
+    references = trio.workers[0].references
+    rref = rpc.remote(1, list)
+    assert rref.to_here() == []
+    references._flush_scheduled = True  # so that the timer does it when the test says so
+    del rref
+    gc.collect()
+    assert len(references._released) == 1
+    references._released = Contended(references._released, references.flush_releases)
+    references.flush_releases()
+    assert not references.busy()

@@ -147,7 +147,10 @@ class ReferenceTable:
         self._flush_scheduled = False
         effects: list[Effect] = []
         while self._released:
-            fork_id = self._released.popleft()
+            try:
+                fork_id = self._released.popleft()
+            except IndexError:  # another thread does the same: the timer, or the one that shuts down
+                break
             effects += self._locked(lambda fork_id=fork_id: self._user.release(fork_id))  # type: ignore[misc]
         self._carry_out(effects)
 
