@@ -79,6 +79,12 @@ MUTANTS = {
         "request_id <= last[0] and self._is_stale",
         "request_id < last[0] and self._is_stale",
     ),
+    "task-first": Mutant(  # futures are completed after a task that may wait for them
+        "transport/reader.py",
+        "                    if (idle := self.on_idle()) is not None:\n"
+        "                        self.tasks.append(idle)\n",
+        "",
+    ),
     "barrier-number": Mutant(  # successive barriers of the same workers are taken for one
         "rpc/membership/collectives.py", "return next(self._numbers[names])", "return 0"
     ),

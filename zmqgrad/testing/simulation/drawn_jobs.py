@@ -12,6 +12,8 @@ from zmqgrad.testing.simulation import oracles, programs
 from zmqgrad.testing.simulation.campaign import Faults, Run, run_seed
 
 HOSTS = ("host0", "host1")
+"""Half of the jobs whose connections are not disturbed run on the first only: what is lost within the library
+shows itself where no acknowledgement wakes who should have been woken."""
 
 KINDS = {
     "none": (programs.program, Faults(latency=0.002)),
@@ -36,7 +38,8 @@ def run(seed: int, kind: str | None = None, *, inline: bool = False) -> Run:
         inline: see :func:`~zmqgrad.testing.simulation.simulate`.
     """
     program, faults = KINDS[kind or kind_of(seed)]
-    return run_seed(program, 4, seed, HOSTS, faults, oracles.check, inline=inline)
+    alone = not (faults.dropped or faults.partitions) and seed // len(KINDS) % 2 == 1
+    return run_seed(program, 4, seed, HOSTS[:1] if alone else HOSTS, faults, oracles.check, inline=inline)
 
 
 def run_many(seeds: Iterable[int], jobs: int) -> Iterator[Run]:

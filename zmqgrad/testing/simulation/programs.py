@@ -1,9 +1,9 @@
 """Programs drawn by a seed: what each worker of a simulated job does.
 
-A job has rounds. In each, a worker takes a few steps of its own: calls that call on, references that are
-passed on, backward passes, work on a store, watches. At the end of a round, workers meet. Each job draws
-which kinds of steps it has, since some faults show only where one kind is frequent. What a worker did is
-noted in its own copy of this module, for :mod:`~zmqgrad.testing.simulation.oracles`.
+A job has rounds. In each, a worker takes a few steps of its own: calls that call on, asynchronous functions,
+references that are passed on, backward passes, work on a store, watches. At the end of a round, workers meet.
+Each job draws which kinds of steps it has, since some faults show only where one kind is frequent. What a
+worker did is noted in its own copy of this module, for :mod:`~zmqgrad.testing.simulation.oracles`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ outcomes: dict[str, str] = {}
 
 kept: dict[str, Any] = {}
 """References that others left here, by token."""
+
+promised: dict[str, torch.futures.Future[int]] = {}
+"""Results of asynchronous functions that other workers will set, by token."""
 
 operations: list[list[Any]] = []
 """What this process did to the keys of the store, and saw of them: key and operation."""
@@ -110,7 +114,7 @@ class _Job:
         self.size = int(os.environ["WORLD_SIZE"])
         self.rng = random.Random(f"{os.environ[SEED]}/{rank}")
         self.plan = random.Random(os.environ[SEED])  # draws the same on all workers
-        kinds = [calls, references, bursts, backward, passes, work_on_store, watch]
+        kinds = [calls, deferred, references, bursts, backward, passes, work_on_store, watch]
         self.kinds = self.plan.sample(kinds, self.plan.randrange(1, len(kinds) + 1))
         self.has_bursts = self.plan.random() < 0.1
         self.meetings = 0
@@ -120,7 +124,9 @@ class _Job:
     def run(self) -> None:
         """Runs all rounds."""
         for number in range(self.plan.randrange(1, ROUNDS + 1)):
-            for i in range(self.rng.randrange(STEPS + 1)):
+            alone = self.plan.random() < 0.4  # no message of another step wakes who should have been woken
+            rests = alone and self.plan.randrange(self.size) != self.rank
+            for i in range(0 if rests else self.rng.randrange(STEPS + 1)):
                 token = f"{self.rank}.{number}{i}"
                 with _noting(token):
                     self.rng.choice(self.kinds)(token, self)
@@ -256,6 +262,109 @@ def work(plan: Plan) -> int:
     executed.append(token)
     futures = [rpc.rpc_async(f"worker{to}", work, args=(nested,)) for to, nested in inner]
     return 1 + sum(int(future.wait()) for future in futures)
+
+
+# ---- asynchronous functions -----------------------------------------------------------------------------
+
+
+Hop = tuple[str, str]
+"""Which worker an asynchronous function calls, and what it makes of the future of that call."""
+
+
+@rpc.functions.async_execution
+def later(token: str, value: int, hops: list[Hop]) -> torch.futures.Future[int]:
+    """Passes ``value`` on along ``hops``, without waiting. Each ``then`` adds 1."""
+    executed.append(token)
+    (to, way), *on_to = hops
+    if way == "promise":
+        return _promise(token, to, value)
+    call, arguments = (later, (value, on_to)) if on_to else (make, (value,))
+    future: torch.futures.Future[int] = rpc.rpc_async(to, call, args=(f"{token}+", *arguments))
+    return future.then(lambda passed: passed.wait() + 1) if way == "then" else future
+
+
+def _promise(token: str, to: str, value: int) -> torch.futures.Future[int]:
+    """A future that ``to`` makes this worker set."""
+    future: torch.futures.Future[int] = torch.futures.Future()
+    promised[token] = future
+
+    def fail_if_lost(call: torch.futures.Future[None]) -> None:
+        try:
+            call.wait()
+        except RuntimeError as e:
+            if promised.pop(token, None) is not None:
+                future.set_exception(e)  # type: ignore[arg-type]  # torch's stub asks for a value
+
+    own = rpc.get_worker_info().name
+    rpc.rpc_async(to, fulfil, args=(f"{token}+", own, token, value)).add_done_callback(fail_if_lost)
+    return future
+
+
+def fulfil(token: str, back: str, promise: str, value: int) -> None:
+    """Makes ``back`` set what it has promised."""
+    executed.append(token)
+    rpc.rpc_sync(back, keep_promise, args=(promise, value))
+
+
+def keep_promise(token: str, value: int) -> None:
+    """Sets what this worker has promised."""
+    promised.pop(token).set_result(value)
+
+
+class Relay:
+    """A value whose methods are asynchronous functions."""
+
+    @staticmethod
+    @rpc.functions.async_execution
+    def later(token: str, value: int, hops: list[Hop]) -> torch.futures.Future[int]:
+        """As the function."""
+        future: torch.futures.Future[int] = later(token, value, hops)
+        return future
+
+
+def deferred(token: str, job: _Job) -> None:
+    """Calls of asynchronous functions, at once or one after the other: then no other message helps one on."""
+    owner, longest = job.choose(), job.rng.choice((0.0, 0.0003, 0.001, 0.004))
+    readings: list[Callable[[], None]] = []
+    for i in range(job.rng.randrange(1, 5)):
+        if readings and job.rng.random() < 0.7:
+            at_once(*readings)
+            readings = []
+        to, value = job.rng.choice((owner, job.choose())), job.rng.randrange(1000)
+        hops = [(job.choose(), job.rng.choice(("then", "as it is", "as it is", "as it is", "promise")))]
+        while hops[-1][1] != "promise" and job.rng.random() < 0.3:
+            hops.append((job.choose(), job.rng.choice(("then", "as it is", "promise"))))
+        expected = value + [way for _, way in hops].count("then")
+        for read_it in _call_later(to, job.rng.randrange(6), (f"{token}.{i}", value, hops), job):
+            readings.append(partial(_expect, expected, read_it, longest * job.rng.random()))
+    at_once(*readings)
+
+
+def _expect(expected: int, read_it: Callable[[], int], seconds: float) -> None:
+    """Reads a value after ``seconds``, when what makes it may just arrive. Checks it."""
+    time.sleep(seconds)
+    if (found := read_it()) != expected:
+        raise AssertionError(f"an asynchronous function returned {found}, not {expected}")
+
+
+def _call_later(to: str, way: int, args: tuple[Any, ...], job: _Job) -> list[Callable[[], int]]:
+    """Calls :func:`later` in one of six ways. Returns what waits for the result: others may read it, too."""
+    if way == 0:
+        return [partial(rpc.rpc_sync, to, later, args)]
+    if way == 1:
+        return [rpc.rpc_async(to, later, args).wait]
+    if way < 4:
+        ref = rpc.remote(to, later, args)
+    else:
+        relay: Any = rpc.remote(to, Relay)
+        if way == 4:
+            return [relay.rpc_async().later(*args).wait]
+        ref = relay.remote().later(*args)
+    readers = [job.choose() for _ in range(job.rng.choice((0, 0, 1, 2)))]
+    return [ref.to_here] + [
+        partial(rpc.rpc_sync, reader, read, (f"{args[0]}.read{i}", ref, []))
+        for i, reader in enumerate(readers)
+    ]
 
 
 # ---- references -----------------------------------------------------------------------------------------
