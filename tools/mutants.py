@@ -30,8 +30,10 @@ class Mutant:
 
 
 MUTANTS = {
-    "order-gap": Mutant(  # a message that overtook a lost one is delivered
-        "transport/session.py", "if sequence != delivered + 1:", "if sequence <= delivered:"
+    "order-back": Mutant(  # what is resent goes back: the last message first
+        "transport/session.py",
+        "        return burst\n",
+        "        return [(each[0], other[1]) for each, other in zip(burst, reversed(burst), strict=True)]\n",
     ),
     "order-repeated": Mutant(  # a message that was resent is delivered again
         "transport/session.py", "            return Verdict.DUPLICATE", "            return Verdict.DELIVER"
@@ -78,6 +80,11 @@ MUTANTS = {
         "store/service.py",
         "request_id <= last[0] and self._is_stale",
         "request_id < last[0] and self._is_stale",
+    ),
+    "end-early": Mutant(  # the end of a link is told before what has arrived
+        "transport/endpoint.py",
+        "link.end_reason and not link.ended and not link.paths:",
+        "link.end_reason and not link.ended:",
     ),
     "task-first": Mutant(  # futures are completed after a task that may wait for them
         "transport/reader.py",

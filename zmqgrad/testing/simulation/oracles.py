@@ -24,6 +24,7 @@ def check(run: Any, copies: list[Any]) -> None:
     if run.losses:
         raise AssertionError(f"the programs handle losses, but these were raised: {run.losses}")
     _check_calls(run, [token for copy in copies for token in copy.executed])
+    _check_partings(run, [token for copy in copies for token in copy.parted])
     _check_meetings(copies)
     _check_store([each for copy in copies for each in copy.operations])
     lag = max((lag for copy in copies for lag in copy.lags), default=0.0)
@@ -45,6 +46,15 @@ def _check_calls(run: Any, ran: list[str]) -> None:
             late = "RpcTimeoutError" in outcome and not token.startswith("shutdown")
             if late or "AssertionError" in outcome or "not ended" in outcome:
                 raise AssertionError(f"worker{rank}: {token}: {outcome}")
+
+
+def _check_partings(run: Any, replied: list[str]) -> None:
+    """What a worker on the same host sent before it died has arrived, and comes before its loss."""
+    for token in replied:
+        caller = int(token.partition(".")[0])
+        outcome = run.values.get(caller, {}).get(token, "ok")
+        if outcome != "ok":
+            raise AssertionError(f"worker{caller}: {token} failed, although its reply had arrived: {outcome}")
 
 
 def _check_meetings(copies: list[Any]) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 import os
 import random
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +57,9 @@ kept: dict[str, Any] = {}
 promised: dict[str, torch.futures.Future[int]] = {}
 """Results of asynchronous functions that other workers will set, by token."""
 
+parted: list[str] = []
+"""Tokens of the calls that this process replied to before it killed itself."""
+
 operations: list[list[Any]] = []
 """What this process did to the keys of the store, and saw of them: key and operation."""
 
@@ -88,6 +93,9 @@ def program_with_losses(rank: int) -> dict[str, str]:
     with _noting(f"store:{rank}"):
         job.open_store()
     job.run()
+    if job.plan.random() < 0.4:
+        with _noting(f"parting:{rank}"):
+            part_with(job, job.plan.randrange(job.size))
     with _noting(f"shutdown:{rank}"):
         rpc.shutdown()  # whoever leaves without waiting for the others is lost to them
     job.close_store()
@@ -163,10 +171,13 @@ class _Job:
     def settle(self) -> None:
         """Waits until watches show the last state, and nobody holds a reference any more."""
         if self.store is not None:
-            if self.rng.random() < 0.5:
-                self.watches.append(_View(self.store, WATCHED[:-1]))  # not registered yet
-            else:  # the last write may come while a watch begins
-                for _ in range(4):
+            rpc.barrier()
+            if self.rng.random() < 0.5:  # the last write may come while one of these watches begins
+                for i in range(1, len(WATCHED)):
+                    time.sleep(0.002 * self.rng.random())
+                    self.watches.append(_View(self.store, WATCHED[:-i]))
+            else:
+                for _ in range(self.rng.randrange(1, 4)):
                     time.sleep(0.004 * self.rng.random())
                     operate(f"{self.rank}.last", self, KEYS[1], ("set", f"last{self.rank}"))
             rpc.barrier()
@@ -365,6 +376,51 @@ def _call_later(to: str, way: int, args: tuple[Any, ...], job: _Job) -> list[Cal
         partial(rpc.rpc_sync, reader, read, (f"{args[0]}.read{i}", ref, []))
         for i, reader in enumerate(readers)
     ]
+
+
+# ---- a worker that replies and dies ---------------------------------------------------------------------
+
+PARTING_SECONDS = 0.05
+"""Longer than it takes to return from a function."""
+
+
+def part_with(job: _Job, victim: int) -> None:
+    """Calls a worker on this host that dies once it has replied: its reply is in a socket, and counts."""
+    if victim == job.rank or rpc.rpc_sync(f"worker{victim}", host) != host():
+        return
+    tokens = [f"{job.rank}.parting.{i}" for i in range(4)]
+    seconds = job.rng.choice((0.0, 1e-5, 1e-4))
+
+    def call(i: int, token: str) -> None:
+        with _noting(token):
+            if i % 2:
+                rpc.rpc_sync(f"worker{victim}", part, args=(token, seconds))
+            else:
+                rpc.rpc_async(f"worker{victim}", part, args=(token, seconds)).wait()
+
+    at_once(*[partial(call, i, token) for i, token in enumerate(tokens)])
+
+
+def host() -> str:
+    """The name of the host of this process."""
+    return socket.gethostname()
+
+
+@rpc.functions.async_execution
+def part(token: str, seconds: float) -> torch.futures.Future[None]:
+    """Replies, and ends the process ``seconds`` later."""
+    executed.append(token)
+    future: torch.futures.Future[None] = torch.futures.Future()
+
+    def leave() -> None:
+        time.sleep(PARTING_SECONDS)
+        future.set_result(None)  # sends the reply, in this thread
+        parted.append(token)
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=leave, daemon=True).start()
+    return future
 
 
 # ---- references -----------------------------------------------------------------------------------------
