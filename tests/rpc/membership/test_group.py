@@ -78,7 +78,7 @@ def test_all_join_and_leave() -> None:
 def test_joining_does_not_wait_until_the_store_has_noted_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker that serves the store may have died since all have joined."""
     replied, waited = threading.Event(), []
-    monkeypatch.setattr(registry.Registry, "mark_joined", lambda _: waited.append(replied.wait(5)))
+    monkeypatch.setattr(registry.Registry, "mark_joined", lambda _: waited.append(replied.wait(60)))
     made = groups(2)
     assert all_at_once([join(group) for group in made]) == [None, None]
     assert waited == []
