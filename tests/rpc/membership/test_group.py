@@ -75,17 +75,6 @@ def test_all_join_and_leave() -> None:
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None] * 3
 
 
-def test_joining_does_not_wait_until_the_store_has_noted_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker that serves the store may have died since all have joined."""
-    replied, waited = threading.Event(), []
-    monkeypatch.setattr(registry.Registry, "mark_joined", lambda _: waited.append(replied.wait(60)))
-    made = groups(2)
-    assert all_at_once([join(group) for group in made]) == [None, None]
-    assert waited == []
-    replied.set()
-    assert all_at_once([lambda g=group: g.leave(True, Deadline.after(20)) for group in made]) == [None, None]
-
-
 def test_the_error_names_missing_workers() -> None:
     one, *others = groups(3)
     with pytest.raises(

@@ -69,7 +69,7 @@ class FixedGroup(Group):
             self._settle = self._suspicions.accuse
         self.worker.hooks.peer_lost.append(lambda peer, _: self._on_lost(peer))
         if self._served is None:
-            self.worker.submit(self._mark_joined)  # only who serves the store waits for that
+            self._mark_joined()
         else:
             self._others_may_be_joining = True
 
