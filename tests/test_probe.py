@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -51,6 +54,25 @@ def test_other_servers_are_asked(reply: bytes | None, kind: Server | None) -> No
     with replies(reply) as port, Probe("127.0.0.1", port, Deadline.after(WAIT)) as probe:
         assert probe.identify(0.0) is None, "it waits for the client to begin"
         assert probe.identify(WAIT, HTTP_REQUEST) is kind
+
+
+def test_a_connection_that_is_reset_at_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, ends = socket.create_connection, []
+
+    def connect_and_reset(*address: Any) -> socket.socket:
+        made = connect(*address)
+        ends.append(server.accept()[0])
+        if len(ends) == 1:
+            ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            ends[0].close()
+            assert select.select([made], [], [], WAIT)[0]
+        return made
+
+    monkeypatch.setattr(socket, "create_connection", connect_and_reset)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with Probe("127.0.0.1", server.getsockname()[1], Deadline.after(WAIT)):
+            assert len(ends) == 2
+        ends[1].close()
 
 
 def test_a_server_that_starts_late_is_waited_for() -> None:

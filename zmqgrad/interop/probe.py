@@ -108,7 +108,7 @@ def _connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, f
             found = socket.create_connection(
                 (host, port), min(CONNECT_TIMEOUT_SECONDS, max(_SHORTEST_SECONDS, deadline.left()))
             )
-            if found.getsockname() != found.getpeername():  # TCP connects a socket to itself at its own port
+            if _leads_elsewhere(found):
                 return found, MONOTONIC.now() - began
             found.close()
         except (ConnectionError, TimeoutError, BlockingIOError):
@@ -116,3 +116,16 @@ def _connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, f
                 raise
         log.warning("waiting for %s:%d, where rank 0 should listen: nothing accepts connections", host, port)
         pause.wait(backoff.pause(deadline.left()))  # a refused connection leaves nothing to wait for
+
+
+def _leads_elsewhere(connection: socket.socket) -> bool:
+    """Whether a connection does not lead to itself: TCP connects a socket so at its own port.
+
+    Raises:
+        ConnectionError: if it has ended already.
+    """
+    try:
+        return bool(connection.getsockname() != connection.getpeername())
+    except OSError as e:
+        connection.close()
+        raise ConnectionResetError(*e.args) from e
