@@ -68,11 +68,11 @@ class Context:
         self._peers: set[int] = set()  # changed by atomic operations only
         self.add_peer: Callable[[int], None] = self._peers.add
         """Add a worker that participates, and will be notified of the release."""
+        self.running: dict[int, Callable[[BaseException], None]] = {}
+        """Fails a pass that runs and began here, by pass id. Changed by atomic operations only."""
         self.pass_lock = threading.Lock()  # guards the three below
         self.passes: dict[int, LocalPass] = {}
         """This worker's part of each backward pass, by pass id."""
-        self.running: dict[int, Callable[[BaseException], None]] = {}
-        """Fails a pass that runs and began here, by pass id. Changed by atomic operations only."""
         self._ended: list[int] = []  # passes that began here and that workers may still hold
         self._forgotten: set[int] = set()  # ids of passes that a late message must not start again
 
