@@ -106,3 +106,12 @@ def test_a_chart_follows_each_table_of_ratios() -> None:
 def test_a_quote_of_missing_code_is_refused() -> None:
     with pytest.raises(LookupError, match=r"cartpole\.py has no function or class CartPole\.fly"):
         sources.source_of("examples/cartpole.py", "CartPole.fly")
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_links_to_examples_work_in_the_site(page: Path) -> None:
+    """There, the examples are in the directory of the pages."""
+    for link in re.findall(r"\]\(([./]*examples/\w+\.py)\)", sources.link_examples(page.read_text())):
+        target = (page.parent / link).resolve()
+        assert target.parent == DOCS / "examples", link
+        assert (DOCS.parent / "examples" / target.name).is_file(), link

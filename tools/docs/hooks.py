@@ -8,7 +8,7 @@ from mkdocs.structure.files import File, Files
 
 from tools.docs.charts import draw_ratios
 from tools.docs.pages import PAGES
-from tools.docs.sources import ROOT, quote_sources
+from tools.docs.sources import ROOT, link_examples, quote_sources
 
 PACKAGES = ROOT / "build" / "npm"
 SCRIPTS = {
@@ -51,5 +51,5 @@ def on_files(files: Files, /, *, config: Any, **_: Any) -> Files:
 
 def on_page_markdown(markdown: str, /, **_: Any) -> str:
     """Quote code, draw charts, size diagrams, and link to the site's copies of the examples."""
-    page = draw_ratios(quote_sources(markdown)).replace("](../examples/", "](examples/")
+    page = draw_ratios(link_examples(quote_sources(markdown)))
     return page.replace("```mermaid\n", DIAGRAM)

@@ -31,6 +31,11 @@ def quote_sources(markdown: str) -> str:
     )
 
 
+def link_examples(markdown: str) -> str:
+    """``markdown`` with links to the site's copies of the examples, which are within ``docs`` there."""
+    return re.sub(r"\]\(\.\./((?:\.\./)*examples/)", r"](\1", markdown)
+
+
 def source_of(path: str, name: str) -> str:
     """The source of a function or class, with its decorators.
 
