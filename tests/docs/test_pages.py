@@ -108,6 +108,13 @@ def test_a_quote_of_missing_code_is_refused() -> None:
         sources.source_of("examples/cartpole.py", "CartPole.fly")
 
 
+def test_the_home_page_begins_with_the_readme() -> None:
+    home = sources.quote_sources((DOCS / "index.md").read_text())
+    for part in ("**Why**", "pip install", "**When not**", "](guarantees.md)", "](images/overview.svg)"):
+        assert part in home
+    assert "](docs/" not in home
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
 def test_links_to_examples_work_in_the_site(page: Path) -> None:
     """There, the examples are in the directory of the pages."""

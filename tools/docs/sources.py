@@ -4,7 +4,10 @@ A directive names a function or class of a program, so that no copy can be outda
 
     <!-- source: examples/parameter_server.py ParameterServer.push -->
 
-becomes a code block. On GitHub the directive is invisible; the text around it links to the program.
+becomes a code block. On GitHub the directive is invisible; the text around it links to the program. The
+home page begins with the first screen of the README, where it says:
+
+    <!-- readme -->
 """
 
 from __future__ import annotations
@@ -20,15 +23,19 @@ _DIRECTIVE = re.compile(r"<!-- source: (\S+) (\S+) -->")
 
 
 def quote_sources(markdown: str) -> str:
-    """``markdown`` with a code block for each directive.
+    """``markdown`` with a code block for each directive, and with the first screen of the README.
 
     Raises:
         LookupError: if a program has no function or class of that name.
     """
-    return _DIRECTIVE.sub(
-        lambda found: f"```python\n{source_of(found[1], found[2])}\n```",
-        markdown,
-    )
+    quoted = _DIRECTIVE.sub(lambda found: f"```python\n{source_of(found[1], found[2])}\n```", markdown)
+    return quoted.replace("<!-- readme -->", first_screen())
+
+
+def first_screen() -> str:
+    """What the README says between its title and its first heading, with links as in ``docs``."""
+    readme = (ROOT / "README.md").read_text()
+    return readme.partition("\n")[2].partition("\n## ")[0].replace("](docs/", "](").strip()
 
 
 def link_examples(markdown: str) -> str:
