@@ -11,6 +11,11 @@ for (const each of document.querySelectorAll(".md-typeset :not(pre) > code, .md-
     each.innerHTML = each.innerHTML.replace(/([A-Za-z0-9](?:_|\.(?!py\b))|[a-z](?=[A-Z]))(?=\w)/g, "$1<wbr>")
   each.innerHTML = each.innerHTML.replace(/(^|\s)(--?\w[\w-]*)/g, '$1<span class="option">$2</span>')
 }
+// The button beside a terminal copies the commands, without the prompt and what they print.
+for (const each of document.querySelectorAll(".language-console")) {
+  const commands = each.innerText.match(/^\$ .*(?:\\\n.*)*/gm)
+  if (commands) each.dataset.copy = commands.map(command => command.slice(2)).join("\n")
+}
 addEventListener("load", () => {
   document.querySelector(".md-search")?.setAttribute("aria-label", "Search")
   makeReachable()
