@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from zmqgrad.cli.commands import COMMANDS, command_parser, module
+from zmqgrad.cli.commands import command_parser, module
 from zmqgrad.cli.parser import EXIT_USAGE
 from zmqgrad.errors import ConfigurationError
 
@@ -20,22 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser.print_help()
         return EXIT_USAGE
-    if not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        parser.error(_unknown(argv[0]))
     arguments = parser.parse_args(argv)
     try:
         return module(arguments.command).execute(arguments)
     except ConfigurationError as error:
         print(f"zmqgrad {arguments.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
-
-
-def _unknown(word: str) -> str:
-    import difflib  # only now: most starts need none
-
-    close = difflib.get_close_matches(word, COMMANDS, n=1)
-    hint = f"did you mean '{close[0]}'?" if close else f"there is: {', '.join(COMMANDS)}"
-    return f"there is no command '{word}'; {hint}"
 
 
 if __name__ == "__main__":

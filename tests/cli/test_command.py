@@ -46,6 +46,33 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str], word: str, hint:
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trace", "repot", "d"], "there is no view 'repot'; did you mean 'report'?"),
+        (["store", "list"], "there is no command 'list'; did you mean 'keys'?"),
+        (["trace"], "VIEW is missing: it is one of findings, report"),
+        (["store"], "COMMAND is missing: it is one of serve, get"),
+        (["store", "get"], "key is missing; for example: zmqgrad store get step --endpoint"),
+        (["store", "get", "host0:29500", "step"], "unrecognized arguments: step; it takes key"),
+        (["run"], "SCRIPT is missing; for example: zmqgrad run --nproc-per-node 4 train.py"),
+    ],
+)
+def test_a_mistake_is_named_with_what_was_meant(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert f": error: {message}" in capsys.readouterr().err
+
+
+def test_a_closed_port_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with reserve_port("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+    assert main(["store", "get", "step", "--endpoint", f"127.0.0.1:{port}"]) == 1
+    assert f"no store is served at 127.0.0.1:{port}, which refuses connections" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--nproc-per-node", "0", "x.py"], "must be at least 1, not 0"),

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 EXIT_USAGE = 2
+
+_MISSING = "the following arguments are required: "
+_UNKNOWN_COMMAND = re.compile(r"argument (\w+): invalid choice: '(.*?)' ")  # as argparse says it
 
 EXIT_CODES = {"0": "success", "2": "an invalid option or setting; nothing was done"}
 """The exit codes of every command."""
@@ -52,14 +56,40 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Report ``message`` last, after one line of usage: the whole usage can be longer than the screen."""
+        if message.startswith(_MISSING):
+            names = message.removeprefix(_MISSING).replace(", ARGS", "").replace(", ...", "")
+            message = f"{names} is missing{self._choices()}"
+            lines = (line.strip() for line in (self.epilog or "").splitlines())
+            if example := next((line for line in lines if line.startswith(self.prog)), ""):
+                message += f"; for example: {example}"
+        elif found := _UNKNOWN_COMMAND.match(message):
+            message = f"there is no {found[1].lower()} '{found[2]}'{self._hint(found[2])}"
         self.exit(
             EXIT_USAGE, f"usage: {self.prog} ... (see {self.prog} --help)\n{self.prog}: error: {message}\n"
         )
 
+    def _subcommands(self) -> Mapping[str, argparse.ArgumentParser]:
+        found = (action.choices for action in self._actions if action.nargs == argparse.PARSER)
+        return cast("Mapping[str, argparse.ArgumentParser]", next(found, {}))
+
+    def _choices(self) -> str:
+        commands = self._subcommands()
+        return f": it is one of {', '.join(commands)}" if commands else ""
+
     def _hint(self, word: str) -> str:
         import difflib  # only now: most starts need none
 
-        shown = (a for a in self._actions if a.help != argparse.SUPPRESS)
+        if commands := self._subcommands():
+            close = difflib.get_close_matches(word, commands, n=1)
+            # By its purpose: who types "list" means "keys", which lists the keys.
+            close = close or [
+                n for n, each in commands.items() if word in (each.description or "").lower().split()
+            ]
+            return f"; did you mean '{close[0]}'?" if close else f"; there is: {', '.join(commands)}"
+        shown = [a for a in self._actions if a.help != argparse.SUPPRESS]
+        if not word.startswith("-"):
+            expected = [str(action.metavar or action.dest) for action in shown if not action.option_strings]
+            return f"; it takes {', '.join(expected) or 'options only'}"
         names = [name for action in shown for name in action.option_strings]
         option = word.partition("=")[0]
         close = [name for name in names if len(option) > 3 and name.startswith(option)]

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -20,8 +21,10 @@ from typing import Any
 from zmqgrad import environment
 from zmqgrad.cli.parser import discard_output
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
+from zmqgrad.store.addresses import connecting_address
 from zmqgrad.store.base import Store
 from zmqgrad.store.client import TCPStore
+from zmqgrad.transport.heartbeat.failure_detector import is_reachable
 from zmqgrad.transport.security import read_secret
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 29500
@@ -32,6 +35,8 @@ EXIT_PIPE = 141
 """The exit code that shells use for a program killed by SIGPIPE."""
 
 DEFAULT_SECONDS = 10.0
+QUICK_SECONDS = 1.0
+"""A server that is well answers within this time."""
 
 MAX_SHOWN = 72
 """Length limit of the values shown by ``keys --values`` and ``watch``."""
@@ -59,9 +64,8 @@ class Subcommand:
         parser.add_argument(
             "--timeout",
             type=float,
-            default=DEFAULT_SECONDS,
             metavar="SECONDS",
-            help="time limit for connecting and waiting (default: %(default)g)",
+            help=f"time limit for connecting and waiting (default: {DEFAULT_SECONDS:g}, if a server listens)",
         )
         parser.add_argument(
             "--secret-file",
@@ -79,7 +83,7 @@ class Subcommand:
         host, port = endpoint_of(arguments.endpoint, arguments.host, arguments.port)
         secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
         try:
-            with TCPStore(host, port, timeout=arguments.timeout, secret=secret) as store:
+            with _connect(host, port, arguments.timeout, secret) as store:
                 code = self.run(store, arguments)
                 sys.stdout.flush()
                 return code
@@ -89,6 +93,28 @@ class Subcommand:
         except BrokenPipeError:
             discard_output()
             return EXIT_PIPE
+
+
+def _connect(host: str, port: int, seconds: float | None, secret: bytes | None) -> TCPStore:
+    """Connect within ``seconds``; None: within the default, and at once if nothing listens there.
+
+    Raises:
+        ConfigurationError: if the arguments are invalid.
+        StoreError: if no store answers.
+    """
+    if seconds is not None:
+        return TCPStore(host, port, timeout=seconds, secret=secret)
+    try:
+        store = TCPStore(host, port, timeout=QUICK_SECONDS, secret=secret)
+    except StoreTimeoutError:  # only now: a server takes a probe for a stranger, and logs it
+        if is_reachable(connecting_address(host, port)):
+            return TCPStore(host, port, timeout=DEFAULT_SECONDS, secret=secret)
+        raise StoreError(
+            f"no store is served at {host}:{port}, which refuses connections: name another --endpoint, start "
+            "one by `zmqgrad store serve`, or wait for it with --timeout"
+        ) from None
+    store.set_timeout(timedelta(seconds=DEFAULT_SECONDS))
+    return store
 
 
 def endpoint_of(text: str | None, host: str | None = None, port: int | None = None) -> tuple[str, int]:

@@ -157,8 +157,8 @@ class LaunchConfig:
             )
         if self.max_nodes > 1 and not (self.rdzv_endpoint or self.master_addr):
             raise ConfigurationError(
-                f"nnodes is {nodes}, but the nodes have no place to meet: set rdzv_endpoint to the HOST:PORT "
-                "of one of them, the same on all"
+                f"nnodes is {nodes}, but the nodes have no place to meet: set rdzv_endpoint "
+                "(--rdzv-endpoint) to the HOST:PORT of one of them, the same on all"
             )
 
 
