@@ -4,7 +4,7 @@
     python -m tools.faults --all-moments            # every fault at every moment: hours
     python -m tools.faults -k 'callee | SIGKILL*'   # some cells
     python -m tools.faults --quick                  # what CI runs
-    python -m tools.faults --table                  # docs/reliability.md from the results, nothing is run
+    python -m tools.faults --table                  # docs/fault-table.md from the results, nothing is run
 
 Results are in runs/faults/results.json; cells that have one are not run again unless --again is given.
 """
@@ -38,7 +38,7 @@ def main() -> int:
         if not done:
             print("no cell to run: --again repeats cells")
     if options.table or not (options.quick or options.select):
-        report.write(Path("docs/reliability.md"), results)
+        report.write(Path("docs/fault-table.md"), results)
     return 1 if broken else 0
 
 
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="the part that fits three minutes on two cores")
     parser.add_argument("--all-moments", action="store_true", help="every fault at every moment of each role")
     parser.add_argument("--again", action="store_true", help="also run cells that have a result")
-    parser.add_argument("--table", action="store_true", help="only write docs/reliability.md")
+    parser.add_argument("--table", action="store_true", help="only write docs/fault-table.md")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/faults"), metavar="DIR")
     return parser

@@ -1,4 +1,4 @@
-"""The tables of docs/reliability.md, from the results. What stands outside the markers is written by hand."""
+"""The tables of docs/fault-table.md, from the results. What stands outside the markers is written by hand."""
 
 from __future__ import annotations
 
