@@ -490,6 +490,25 @@ def test_a_listener_that_stops_returns_what_is_to_be_read(site: Site) -> None:
     assert site.ends == site.accepted
 
 
+@pytest.mark.parametrize("says_hello", [True, False])
+def test_a_listener_that_stops_opens_nothing_that_nobody_reads(site: Site, says_hello: bool) -> None:
+    """The end of a link waits for all of its connections."""
+    connection = site.ready()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late:
+        late.connect(local.unix_name(site.endpoint))
+        site.read()  # it is accepted, and has said nothing
+        if says_hello:
+            late.send(proven(JOB, site.endpoint, HELLO))
+            late.send(b"last")
+        left = site.listener.stop()
+        connection.close()
+        for accepted in left:
+            while accepted not in site.ends:
+                site.arrived += site.listener.read(accepted.fd)
+    assert site.accepted == left
+    assert site.packets == [b"last"] * says_hello
+
+
 def test_a_reply_is_read_though_its_sender_left_packets_unread(site: Site, files: Files) -> None:
     """The kernel reports ECONNRESET before what is queued, to whoever receives or sends next."""
     connection = site.ready()

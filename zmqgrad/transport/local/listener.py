@@ -348,7 +348,18 @@ class LocalListener:
 
     def stop(self) -> list[LocalConnection]:
         """Lets nothing more arrive. Returns the connections, which are to be read to their ends."""
+        self.accept_pending()  # now: one that is accepted while the others are read, nobody would read
+        self._stop_listening()
+        return self._stop_receiving()
+
+    def _stop_listening(self) -> None:
         self._listening.close()
+        for new in self._handshaking.values():
+            self._strangers.remove(new)
+            new.close()
+        self._handshaking.clear()
+
+    def _stop_receiving(self) -> list[LocalConnection]:
         connections = [*self.connections.values(), *self._following.values()]
         for connection in connections:
             connection.stop_receiving()
@@ -356,15 +367,12 @@ class LocalListener:
 
     def close(self) -> None:
         """Stops listening and reading. Idempotent."""
-        for new in self._handshaking.values():
-            self._strangers.remove(new)
-            new.close()
-        for connection in self.stop():
+        self._stop_listening()
+        for connection in self._stop_receiving():
             with suppress(OSError):
                 while connection.receive():
                     pass  # the kernel would report what is left unread to the peer, before our last packets
             connection.close()
-        self._handshaking.clear()
         self.connections.clear()
         self._following.clear()
 
