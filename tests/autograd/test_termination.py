@@ -67,6 +67,31 @@ def test_a_lost_worker_that_others_have_set_something_off_at_ends_the_pass() -> 
     assert isinstance(detector.error(), ConnectionError)
 
 
+@pytest.mark.parametrize("reported_first", [True, False])
+def test_what_a_lost_worker_has_sent_to_another_ends_the_pass(reported_first: bool) -> None:
+    """It may not have arrived, and whoever should have received it knows nothing of it."""
+    detector = TerminationDetector(root=0)
+    detector.handled([ROOTS], [(1, [7])], QUIET)
+    if reported_first:
+        detector.handled([7], [(2, [8])], StallReport(1, 0))
+    detector.lose(1, ConnectionError("1 is gone"))
+    if not reported_first:
+        detector.handled([7], [(2, [8])], StallReport(1, 0))
+    assert detector.finished.done()
+    assert str(detector.error()) == "1 is gone"
+
+
+def test_what_a_lost_worker_has_sent_to_the_coordinator_has_arrived() -> None:
+    detector = TerminationDetector(root=0)
+    detector.handled([ROOTS], [(1, [7])], QUIET)
+    detector.handled([7], [(0, [8])], StallReport(1, 0))
+    detector.lose(1, ConnectionError("1 is gone"))
+    assert not detector.finished.done()
+    detector.handled([8], [], QUIET)
+    assert detector.finished.done()
+    assert detector.error() is None
+
+
 def test_a_worker_may_be_lost_once_its_part_is_done() -> None:
     detector = TerminationDetector(root=0)
     detector.handled([8], [], QUIET)

@@ -38,7 +38,8 @@ class TerminationDetector:
         on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._lock = threading.Lock()  # guards all below
-        self._outstanding: dict[int, int] = {ROOTS: root}  # and the worker of each request
+        self._root = root
+        self._outstanding: dict[int, tuple[int, int]] = {ROOTS: (root, root)}  # receiver and sender of each
         self._reported_early: set[int] = set()
         self._handled: set[int] = set()
         self._reports: dict[int, StallReport] = {}
@@ -88,7 +89,7 @@ class TerminationDetector:
                     if request in self._reported_early:
                         self._reported_early.discard(request)
                     else:
-                        self._outstanding[request] = worker
+                        self._outstanding[request] = worker, waiting.worker
             self._fail_if_lost()
             failed = self._error is not None
             done = failed or not (self._outstanding or self._reported_early)
@@ -100,12 +101,16 @@ class TerminationDetector:
         with self._lock:
             if self._error is not None:
                 return
-            self._outstanding.update(requests)
+            self._outstanding.update((n, (worker, self._root)) for n, worker in requests.items())
             if self.finished.done():
                 self.finished = self._new_promise()
 
     def lose(self, worker: int, error: BaseException) -> None:
-        """Fail the pass if a request is or will be reported as outstanding at ``worker``, which is lost."""
+        """Fail the pass if a request is or will be reported as outstanding at, or from, a lost worker.
+
+        What a worker sent to others just before it was lost may not have arrived, which nobody knows: its
+        report came another way. What it sent to the coordinator has arrived, before the loss.
+        """
         with self._lock:
             self._lost[worker] = error
             self._fail_if_lost()
@@ -134,10 +139,12 @@ class TerminationDetector:
         self.finished.set_result(None)
 
     def _fail_if_lost(self) -> None:
-        """Fail if a request is outstanding that is lost, or at a lost worker. The caller holds the lock."""
+        """Fail if an outstanding request is lost, or its receiver or sender. The caller holds the lock."""
         if self._lost or self._lost_requests:
-            for request, worker in self._outstanding.items():
-                lost = self._lost.get(worker) or self._lost_requests.get(request)
+            for request, (receiver, sender) in self._outstanding.items():
+                lost = self._lost.get(receiver) or self._lost_requests.get(request)
+                if receiver != self._root:
+                    lost = lost or self._lost.get(sender)
                 if lost is not None:
                     self._error = self._error or lost
                     return
@@ -150,7 +157,7 @@ class TerminationDetector:
     def outstanding(self) -> dict[int, int]:
         """Return the requests that were announced and not handled, each with its worker."""
         with self._lock:
-            return dict(self._outstanding)
+            return {request: receiver for request, (receiver, _) in self._outstanding.items()}
 
     def with_callbacks(self) -> set[int]:
         """Return the workers that have callbacks to call at the end of the pass."""
