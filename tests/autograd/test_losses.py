@@ -129,6 +129,28 @@ def test_what_came_with_gradients_is_known_before_the_loss_of_their_sender() -> 
         assert get_gradients(ctx)[x].item() == 2
 
 
+def test_gradients_for_a_worker_that_is_being_shut_down_say_so() -> None:
+    """Its contexts are released by then, and not because a ``with`` block was left."""
+    with cluster(2) as c2, context() as ctx:
+        loss = rpc.rpc_sync(1, double, (leaf(3),)).sum()
+        with c2.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, target=1) as held:
+
+            def deliver() -> None:
+                held.release()
+                c2.network.wait_quiet()
+
+            def shut_down() -> None:
+                held.wait()
+                c2.workers[1].close()
+
+            c2.workers[1].hooks.closing.append(deliver)
+            thread = threading.Thread(target=shut_down)
+            thread.start()
+            with pytest.raises(RuntimeError, match="worker worker1 was shut down while a backward pass"):
+                backward(ctx, [loss])
+            thread.join(20.0)
+
+
 def test_gradients_that_cannot_be_sent_to_a_lost_worker_name_its_loss(c3: Cluster) -> None:
     with context() as ctx:
         loss = rpc.rpc_sync(1, double, (leaf(1),)).sum()

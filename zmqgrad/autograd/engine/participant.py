@@ -191,9 +191,11 @@ class Participant:
 
     def close(self) -> None:
         """Fail the passes that began here, because the worker shuts down."""
-        error = RpcError(f"worker {self._worker.name} was shut down while a backward pass was under way")
         for detector in list(self._detectors.values()):
-            detector.abort(error)
+            detector.abort(self._shut_down())
+
+    def _shut_down(self) -> RpcError:
+        return RpcError(f"worker {self._worker.name} was shut down while a backward pass was under way")
 
     # ---- requests of any pass ---------------------------------------------------------------------------
 
@@ -385,6 +387,8 @@ class Participant:
         self, root: int, pass_id: int, requests: Sequence[int], error: BaseException
     ) -> None:
         """Report requests that cannot be handled here."""
+        if self._worker.closed:
+            error = self._shut_down()  # that its contexts are released follows from it
         described = self.describe_error(error, root)
         self.report(
             root, pass_id, ProgressReport(tuple(requests), (), StallReport(self.worker_id, 0), described)
