@@ -322,6 +322,26 @@ def test_the_loss_of_a_worker_comes_before_the_next_one_of_its_name(
     assert heard == [("lost", b.worker.id), ("joined", second.worker.id)]
 
 
+def test_a_worker_that_leaves_at_once_is_told_of_no_loss(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others end their links to it when the store says that it has left."""
+    a, b = town.join("a"), town.join("b")
+    heard: list[str] = []
+    with acting(b):
+        rpc.on_loss(lambda info, why: heard.append(why))
+        rpc.rpc_sync("a", where)
+    remove, told = b._registry.remove, threading.Event()
+
+    def remove_slowly(number: int, reason: str) -> None:
+        remove(number, reason)
+        eventually(lambda: a.worker.id in b.worker.lost, bool)
+        b.worker.submit(told.set)  # behind the callbacks
+        assert told.wait(WAIT)
+
+    monkeypatch.setattr(b._registry, "remove", remove_slowly)
+    b.leave(False, Deadline.after(WAIT))
+    assert heard == []
+
+
 _owed: list[torch.futures.Future[int]] = []
 _is_owed = threading.Event()
 

@@ -217,6 +217,7 @@ class DynamicGroup(Group):
 
     def leave(self, graceful: bool, deadline: Deadline) -> None:
         """As :meth:`Group.leave`; without ``graceful`` the others are notified if the store replies."""
+        self.worker.events.stop()  # the others end their links to this worker, each of which is a loss here
         if not graceful:
             try:
                 self.store.set_timeout(min(1.0, deadline.left()))
