@@ -156,6 +156,21 @@ def fail_unprintably() -> None:
     raise Unprintable
 
 
+class Exits(Exception):
+    """Ends the thread that pickles it, or wants its text."""
+
+    def __reduce__(self) -> Any:
+        raise SystemExit
+
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+def fail_and_exit() -> None:
+    """Nothing can be done with it."""
+    raise Exits
+
+
 def fail_with_baggage() -> None:
     """Holds what cannot travel."""
     error = ValueError("with baggage")
@@ -207,6 +222,15 @@ def test_an_exception_that_cannot_be_rebuilt_is_a_remote_error(pair: Cluster, fu
 def test_an_exception_without_a_text_keeps_its_type(pair: Cluster) -> None:
     with pytest.raises(Unprintable):
         rpc.rpc_sync(1, fail_unprintably)
+
+
+def test_an_exception_that_ends_the_thread_which_sends_it_is_a_remote_error(pair: Cluster) -> None:
+    for ask in (
+        lambda: rpc.rpc_sync(1, fail_and_exit, timeout=20),
+        lambda: rpc.remote(1, fail_and_exit, timeout=20).to_here(timeout=20),
+    ):
+        with pytest.raises(RemoteError, match="in fail_and_exit"):
+            ask()
 
 
 @pytest.mark.parametrize(

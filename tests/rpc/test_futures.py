@@ -378,6 +378,26 @@ def test_failed_futures_are_garbage_like_any_other(trio: Cluster) -> None:
         assert any(gc.collect() >= 0 and gone.wait(0.1) for _ in range(100))
 
 
+class Untold(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, Untold])
+def test_a_chain_ends_however_its_callback_fails(trio: Cluster, error: type[BaseException]) -> None:
+    def exits(_: object) -> None:
+        raise error
+
+    chained = rpc.rpc_async(1, abs, args=(-1,)).then(exits)
+    ended = threading.Event()
+    chained.add_done_callback(lambda _: ended.set())
+    assert ended.wait(20)
+    with pytest.raises(RuntimeError, match=f"when running the callback: {error.__name__}"):
+        chained.wait()
+
+
 def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
     class Odd(Exception):
         def __new__(cls, one: int, two: int) -> Any:

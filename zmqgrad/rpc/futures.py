@@ -88,8 +88,10 @@ class PythonFuture(torch.futures.Future[T]):
         def call(_: object) -> None:
             try:
                 value = callback(self)
-            except Exception as e:
+            except BaseException as e:  # SystemExit, too: nothing else would ever set the child
                 child.set_exception(error_of_callback(e))
+                if not isinstance(e, Exception):
+                    raise
             else:
                 child._set_copied(value, self._copies.extend_events())
 

@@ -74,8 +74,8 @@ def _copy(error: BaseException) -> BaseException:
     for copier in (copy.copy, _copy_without_init):
         try:
             return copier(error)
-        except Exception as e:
-            logger.debug("%s cannot be copied: %s", type(error).__qualname__, e)
+        except BaseException as e:
+            logger.debug("%s cannot be copied: %s", type(error).__qualname__, type(e))
     return error
 
 
@@ -84,13 +84,21 @@ def raise_copy(error: Exception) -> None:
     raise copy_exception(error)
 
 
-def error_of_callback(error: Exception) -> RuntimeError:
+def error_of_callback(error: BaseException) -> RuntimeError:
     """Convert an error raised in a callback to torch's form; a note keeps the traceback, which gets lost."""
     converted = error
     if not isinstance(converted, RuntimeError):
         prefix = "Got the following error when running the callback"
-        converted = RuntimeError(f"{prefix}: {type(error).__name__}: {error}")
+        converted = RuntimeError(f"{prefix}: {type(error).__name__}: {_text(error)}")
         converted.__cause__ = error
     trace = "".join(traceback.format_tb(error.__traceback__)[1:])
     vars(converted)["__notes__"] = [*getattr(converted, "__notes__", ()), f"Raised in a callback:\n{trace}"]
     return converted
+
+
+def _text(error: BaseException) -> str:
+    """The text of ``error``, which code of the program makes."""
+    try:
+        return str(error)
+    except BaseException as e:
+        return f"(whose text cannot be made: {type(e).__name__})"

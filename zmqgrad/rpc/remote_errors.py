@@ -63,7 +63,7 @@ def show_exception(error: BaseException) -> str:
         text = str(error)
         # repr would escape the line breaks.
         return f"{type(error).__qualname__}({text})" if "\n" in text else repr(error)
-    except Exception as e:  # user code
+    except BaseException as e:  # user code, whose SystemExit, too, would leave the request without a reply
         return f"{type(error).__qualname__} (whose repr fails: {type(e).__name__})"
 
 
@@ -74,7 +74,7 @@ def _pickle(error: BaseException, same_program: bool) -> bytes:
         try:
             data = dumps(form, same_program)
             pickle.loads(data)  # fails for an exception with required arguments, which pickles well
-        except Exception as e:
+        except BaseException as e:  # as above
             logger.debug("cannot send %s as %r: %s", type(error).__qualname__, form, e)
             continue
         if len(data) <= MAX_PICKLE_BYTES:
