@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from zmqgrad import rpc
 from zmqgrad.errors import (
     DuplicateWorkerError,
     FunctionNotFoundError,
+    NotInitializedError,
     PeerLostError,
     RendezvousError,
     RendezvousTimeoutError,
@@ -467,3 +470,58 @@ def test_ctrl_c_ends_the_wait_at_once_and_leaves_nothing(where: str) -> None:
     for seconds, left in run_processes(interrupted, n, args=(where,)):
         assert seconds < AT_ONCE
         assert left == []
+
+
+# ---- shutdown during shutdown ----------------------------------------------------------------------------
+
+
+def leaves_at_once(rank: int, who: str) -> tuple[float, list[str]]:
+    """Worker 0 is in shutdown and waits for worker 1, when something calls shutdown a second time."""
+    join(rank)
+    if rank == 1:
+        with pytest.raises(PeerLostError):
+            rpc.rpc_sync("worker0", wait_to_go)
+        rpc.shutdown(graceful=False)
+        return 0.0, what_is_open()[0]
+    began = 0.0
+
+    def again(*_: object) -> None:
+        nonlocal began
+        began = MONOTONIC.now()
+        rpc.shutdown(graceful=False)
+        if who == "handler that raises":
+            raise SystemExit
+
+    signal.signal(signal.SIGUSR1, again)
+    call = again if who == "thread" else partial(os.kill, os.getpid(), signal.SIGUSR1)
+    timer = threading.Timer(1.0, call)
+    timer.start()
+    with pytest.raises(SystemExit) if who == "handler that raises" else nullcontext():
+        rpc.shutdown()
+    seconds = MONOTONIC.now() - began
+    told_to_go.set()
+    timer.join()
+    return seconds, [name for name in what_is_open()[0] if "engine" not in name]
+
+
+@pytest.mark.parametrize("who", ["thread", "handler", "handler that raises"])
+def test_shutdown_without_grace_ends_a_shutdown_that_waits(who: str) -> None:
+    for seconds, left in run_processes(leaves_at_once, 2, args=(who,)):
+        assert seconds < AT_ONCE
+        assert left == []
+
+
+def interrupted_as_it_joins(rank: int) -> str:
+    """A handler that leaves the group, which this worker has not joined yet."""
+    signal.signal(signal.SIGUSR1, lambda *_: rpc.shutdown(graceful=False))
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    with pytest.raises(NotInitializedError) as caught:
+        join(rank, world_size=2)
+    timer.join()
+    assert what_is_open()[0] == []
+    return str(caught.value)
+
+
+def test_a_handler_that_calls_shutdown_ends_init_rpc() -> None:
+    assert "not been initialized" in run_processes(interrupted_as_it_joins, 1)[0]

@@ -50,8 +50,10 @@ from zmqgrad.store import Store
 
 logger = logging.getLogger(__name__)
 
-_lock = threading.Lock()  # guards _group; held while joining and leaving
+# Guards _group; held while joining and leaving, which a signal handler may interrupt that calls shutdown.
+_lock = threading.RLock()
 _group: Group | None = None
+_joining = False
 
 
 def init_rpc(
@@ -79,7 +81,7 @@ def init_rpc(
             (``DuplicateWorkerError``), missing workers (``RendezvousTimeoutError``, with their names).
         RpcError: if this process has joined a group already.
     """
-    global _group
+    global _group, _joining
     check_name(name)
     own = is_own(backend)
     options: Any = rpc_backend_options
@@ -89,16 +91,22 @@ def init_rpc(
     options.check_devices()
     warn_of_leftovers()
     with _lock:
+        if _joining:
+            raise RpcError("init_rpc was called by a signal handler while it is running in the same thread")
         if _group is not None:
             raise RpcError(
                 f"RPC is already initialized in this process (as {_group.worker.name}); call shutdown() first"
             )
-        deadline = Deadline.after(options.rpc_timeout or None)
-        store, rank, world_size = _meet(rank, world_size, options)
-        if own:
-            group = join_group(store, name, rank, world_size, options, deadline)
-        else:
-            group = _join_by(backend, store, name, rank, world_size, options)
+        try:
+            _joining = True
+            deadline = Deadline.after(options.rpc_timeout or None)
+            store, rank, world_size = _meet(rank, world_size, options)
+            if own:
+                group = join_group(store, name, rank, world_size, options, deadline)
+            else:
+                group = _join_by(backend, store, name, rank, world_size, options)
+        finally:
+            _joining = False
         _group = group
         set_default_worker(group.worker)
         group.worker.server.serve()  # last: a call may read what the program sets next
@@ -149,12 +157,14 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leave the group. ``init_rpc`` works again afterwards.
 
     Args:
-        graceful: wait until all workers have called this and no call is pending anywhere.
+        graceful: wait until all workers have called this and no call is pending anywhere. Without it, this
+            also ends a graceful shutdown that another thread has begun, or that a signal handler interrupts.
         timeout: seconds; 0 for no limit.
 
     Raises:
         NotInitializedError: if this process has not joined a group.
-        RpcError: if called inside a remote call, which would wait for itself.
+        RpcError: if called inside a remote call, which would wait for itself, or gracefully by a signal
+            handler during shutdown.
         RpcTimeoutError: if other workers did not call it in time, with their names. This worker has left all
             the same.
     """
@@ -165,10 +175,20 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             "shutdown was called inside a remote call, and would wait until that has ended; let the function "
             "return, and call shutdown where init_rpc was called"
         )
+    group = _group
+    if group is not None and group.leaving and not graceful:
+        group.hurry()
+        with _lock:  # until it has left; not if a signal handler is to return first
+            return
     with _lock:
         group = _group
         if group is None:
             raise NotInitializedError("RPC has not been initialized. Call zmqgrad.rpc.init_rpc first.")
+        if group.leaving:
+            raise RpcError(
+                "shutdown was called by a signal handler that interrupts shutdown, which goes on when the "
+                "handler returns; call shutdown(graceful=False) to leave at once"
+            )
         try:
             group.leave(graceful, Deadline.after(seconds or None))
         finally:
@@ -189,7 +209,7 @@ def _forget_in_fork() -> None:
     global _group, _lock
     if _group is not None:
         _inherited.append(_group)  # finalizers of the parent's objects must not run here
-    _group, _lock = None, threading.Lock()
+    _group, _lock = None, threading.RLock()
 
 
 _inherited: list[Group] = []

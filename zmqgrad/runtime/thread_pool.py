@@ -265,6 +265,7 @@ class ThreadPool:
             self._backlog = self._idle = 0
             for _ in range(self._live):
                 self._tasks.put(None)
+            self._all_idle.notify_all()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Waits for the threads to end. Returns the names of those that have not by ``deadline``."""
@@ -292,12 +293,18 @@ class ThreadPool:
             return self._backlog > 0 or self._live - self._followers > self._idle
 
     def wait_idle(self, deadline: Deadline) -> bool:
-        """Waits until no task runs, waits or is queued. Returns False if ``deadline`` passes first."""
+        """Waits until no task runs, waits or is queued, or :meth:`close` was called.
+
+        Returns:
+            False if ``deadline`` passes first.
+        """
         with self._lock:
             self._idle_waiters += 1
             try:
                 return self._all_idle.wait_for(
-                    lambda: not self._backlog and self._live - self._followers == self._idle,
+                    lambda: (
+                        self._closed or (not self._backlog and self._live - self._followers == self._idle)
+                    ),
                     deadline.timeout(),
                 )
             finally:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
 
-from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError
+from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError, ZmqgradError
 from zmqgrad.rpc.devices import published
 from zmqgrad.rpc.hooks import EXTENSIONS, install_extension
 from zmqgrad.rpc.membership.membership import Membership
@@ -85,6 +86,9 @@ class Group(ABC):
         self.store = store
         self._served = served
         self._goodbye = ""  # why this worker leaves; empty: its program ends without leaving
+        self.leaving = False
+        """Whether :meth:`leave` was called."""
+        self._hurried: threading.Thread | None = None
         self._registry = Registry(store, worker.membership.own)
 
     @abstractmethod
@@ -112,19 +116,40 @@ class Group(ABC):
                 does not reply.
             RpcError: if threads are left because user code in them does not end.
         """
+        self.leaving = True
         self.worker.events.stop()
         try:
             if graceful:
                 self._finish(deadline)
-        except StoreError as e:
+        except BaseException as e:
             logger.debug("%s: shutdown: %s", self.worker.name, e)
-            close_quietly(self, logger.warning)
-            raise RpcTimeoutError(self._explain_lost_store()) from None  # the refused query explains nothing
-        except BaseException:
             close_quietly(self, logger.warning)  # the first error is the one to report
+            if self._hurried is not None and isinstance(e, ZmqgradError):
+                return  # the wait was ended on purpose
+            if isinstance(e, StoreError):  # the refused query explains nothing
+                raise RpcTimeoutError(self._explain_lost_store()) from None
             raise
+        finally:
+            if self._hurried is not None:
+                self._hurried.join(JOIN_TIMEOUT_SECONDS)
         self._goodbye = LEFT if graceful else LEFT_AT_ONCE
         self.close()
+
+    def hurry(self) -> None:
+        """End a graceful :meth:`leave` that is under way, which closes the worker and returns. Idempotent.
+
+        Another thread does this: the calling one may be a signal handler, which has interrupted :meth:`leave`
+        while it holds a lock.
+        """
+        if self._hurried is None:
+            self._goodbye = LEFT_AT_ONCE
+            self._hurried = threading.Thread(
+                target=close_quietly,
+                args=(self, logger.debug, JOIN_TIMEOUT_SECONDS),
+                name=f"{self.worker.name}-hurry",
+                daemon=True,
+            )
+            self._hurried.start()
 
     def wait_for_lost_processes(self) -> None:
         """Wait briefly until the processes of lost workers have ended.
@@ -165,9 +190,11 @@ class Group(ABC):
             )
 
 
-def close_quietly(group: Group, log: Callable[..., None] = logger.debug) -> None:
+def close_quietly(
+    group: Group, log: Callable[..., None] = logger.debug, timeout: float = HURRIED_JOIN_TIMEOUT_SECONDS
+) -> None:
     """:meth:`Group.close` that logs errors, for use at exit or while another exception propagates."""
     try:
-        group.close(HURRIED_JOIN_TIMEOUT_SECONDS)
+        group.close(timeout)
     except (RpcError, StoreError) as e:
         log("%s", e)

@@ -75,8 +75,11 @@ def drain(worker: Worker, is_idle: Callable[[Deadline], bool], deadline: Deadlin
 
     Raises:
         RpcTimeoutError: if that takes longer than ``deadline``, naming the workers waited for.
+        NotInitializedError: if ``worker`` was closed meanwhile.
     """
     while True:
+        if worker.closed:  # somebody was in a hurry
+            raise worker.closed_error()
         worker.references.flush_releases()
         pending = worker.client.pending.all()
         for call in pending:
