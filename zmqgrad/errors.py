@@ -10,6 +10,7 @@
     |       |-- DuplicateWorkerError           a worker of that name or rank already exists
     |       |-- WorldSizeError                 the workers passed different world sizes
     |       |-- RendezvousClosedError          no further round of an elastic rendezvous begins
+    |       |   `-- RendezvousGracefulExitError  and the node, which waited for one, was not needed
     |       |-- RendezvousStateError           the shared state is malformed
     |       `-- RendezvousConnectionError      the backend cannot be reached
     |-- ProtocolError                          malformed bytes from a peer
@@ -83,6 +84,10 @@ class WorldSizeError(RendezvousError):
 
 class RendezvousClosedError(RendezvousError):
     """An elastic rendezvous was closed: no further round begins."""
+
+
+class RendezvousGracefulExitError(RendezvousClosedError):
+    """The job has ended while a node waited for its first round, as a spare: it was not needed."""
 
 
 class RendezvousStateError(RendezvousError):

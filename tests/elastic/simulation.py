@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from zmqgrad.elastic.executor import OperatorExecutor
 from zmqgrad.elastic.handler import LEASE_MARGIN
-from zmqgrad.elastic.operators import Action, Operator, exit_round, join, keep_alive
+from zmqgrad.elastic.operators import Action, Operator, join, joining, keep_alive, return_to_line
 from zmqgrad.elastic.settings import RendezvousSettings
 from zmqgrad.elastic.state import NodeDesc, RendezvousState, decode
 from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder, Token
@@ -118,14 +118,15 @@ class SimulatedAgent:
     def _begin_rendezvous(self) -> None:
         self.phase = Phase.EXITING
         self.deadline = self.clock.now() + self.settings.timeout.join
+        self._joining = joining(join)
 
     def step(self) -> Action | None:
         """One step of the operator that is under way. None if the agent has ended."""
         if self.phase in (Phase.CLOSED, Phase.TIMED_OUT):
             return None
         operators: dict[Phase, Operator] = {
-            Phase.EXITING: exit_round,
-            Phase.JOINING: join,
+            Phase.EXITING: return_to_line,
+            Phase.JOINING: self._joining,
             Phase.RUNNING: keep_alive,
         }
         if self.phase is Phase.RUNNING and self._idle:  # each keep-alive has its own deadline
@@ -133,7 +134,7 @@ class SimulatedAgent:
         self._idle = False
         try:
             action = self.executor.step(operators[self.phase], self.deadline)
-        except RendezvousClosedError:
+        except RendezvousClosedError:  # or a graceful exit
             self.phase = Phase.CLOSED
             return None
         except RendezvousTimeoutError:

@@ -32,6 +32,7 @@ from zmqgrad.elastic.state_holder import Token
 from zmqgrad.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousGracefulExitError,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
@@ -251,6 +252,61 @@ class RacingBackend(StoreBackend):
     def close(self, in_use: bool = False) -> None:
         self._race()
         super().close(in_use)
+
+
+# ---- spares ------------------------------------------------------------------------------------------------
+
+
+def test_a_spare_is_listed_and_takes_the_rank_of_a_lost_node(town: Town) -> None:
+    made = [town.handler(2, 2) for _ in range(2)]
+    ranks = [formed.rank for formed in results(town.join(*made))]
+    late = [town.handler(2, 2), town.handler(2, 2, join=0.3)]
+    said: list[str] = []
+    late[0].notify = said.append
+    waiting = town.join(late[0])
+    eventually(made[0].spares, lambda nodes: nodes == [late[0].node])
+    waiting += town.join(late[1])
+    eventually(made[0].spares, lambda nodes: nodes == [late[0].node, late[1].node])
+    assert [h.num_nodes_waiting() for h in made] == [0, 0], "they would exclude others"
+    eventually(lambda: said[-1:], lambda last: last and last[0].startswith("spare 1 of 2: "))
+    made[1].stop()  # dies
+    eventually(made[0].num_nodes_waiting, lambda n: n == 1)
+    formed = results([waiting[0], *town.join(made[0])])
+    assert [r.rank for r in formed] == [ranks[1], ranks[0]]
+    assert {(r.world_size, r.round) for r in formed} == {(2, 1)}
+    eventually(made[0].spares, lambda nodes: nodes == [late[1].node])
+    assert not waiting[1].done(), "without limit, whatever join_timeout is"
+    made[0].shutdown()
+    with pytest.raises(RendezvousGracefulExitError, match="was not needed"):
+        waiting[1].result(WAIT)
+
+
+def test_a_spare_that_is_cancelled_leaves_the_list(town: Town) -> None:
+    member, spare = town.handler(1, 1), town.handler(1, 1)
+    results(town.join(member))
+    waiting = town.join(spare)
+    eventually(member.spares)
+    spare.cancel()
+    with pytest.raises(RendezvousTimeoutError):
+        waiting[0].result(WAIT)
+    eventually(member.spares, lambda nodes: nodes == [])
+
+
+def test_a_node_that_has_not_joined_knows_of_no_waiting_nodes(town: Town) -> None:
+    member = town.handler(1, 2)
+    results(town.join(member))
+    joining = town.join(town.handler(1, 2))
+    eventually(member.num_nodes_waiting, lambda n: n == 1)
+    assert town.handler(1, 2).num_nodes_waiting() == 0
+    results([*joining, *town.join(member)])
+
+
+def test_shutdown_can_be_repeated(town: Town) -> None:
+    handler = town.handler(1, 1)
+    handler.next_rendezvous()
+    assert handler.shutdown()
+    handler.close()
+    assert handler.shutdown()
 
 
 # ---- faults -----------------------------------------------------------------------------------------------

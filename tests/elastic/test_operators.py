@@ -13,15 +13,18 @@ from zmqgrad.elastic.operators import (
     close,
     exit_round,
     join,
+    joining,
     keep_alive,
     retire,
+    return_to_line,
+    spares,
 )
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import NodeDesc, RendezvousState, decode, encode, new_node
-from zmqgrad.elastic.transitions import apply, assign_ranks, num_admissible
+from zmqgrad.elastic.transitions import apply, assign_ranks, num_admissible, remove
 from zmqgrad.errors import ConfigurationError, RendezvousStateError
 
-A, B, C, D = (NodeDesc(f"host{n}", 10, 0) for n in range(4))
+A, B, C, D, E = (NodeDesc(f"host{n}", 10, 0) for n in range(5))
 SETTINGS = RendezvousSettings("job", 2, 3, RendezvousTimeout(join=60, last_call=10), 5.0, 3)
 DEADLINE = 100.0
 
@@ -79,8 +82,66 @@ def test_join_waits_for_the_next_round_if_this_one_has_room() -> None:
     assert join(known_to(C, state), DEADLINE) is Action.SYNC
 
 
-def test_join_waits_outside_if_the_round_is_full() -> None:
-    assert join(known_to(D, complete(A, B, C), age=math.inf), DEADLINE) is Action.SYNC
+def test_join_waits_as_a_spare_if_the_round_is_full() -> None:
+    state = complete(A, B, C)
+    assert join(known_to(D, state, age=math.inf), DEADLINE) is Action.ADD_TO_WAIT_LIST
+    apply(Action.ADD_TO_WAIT_LIST, state, D, SETTINGS)
+    assert spares(state, SETTINGS) == [D]
+    assert join(known_to(D, state), DEADLINE) is Action.SYNC
+
+
+def test_no_time_passes_while_a_node_is_a_spare() -> None:
+    state = complete(A, B, C)
+    apply(Action.ADD_TO_WAIT_LIST, state, D, SETTINGS)
+    operator, later = joining(), 1000 * DEADLINE
+    assert operator(known_to(D, state, now=later), DEADLINE) is Action.SYNC
+    apply(Action.REMOVE_FROM_PARTICIPANTS, state, B, SETTINGS)
+    join_timeout = SETTINGS.timeout.join
+    assert operator(known_to(D, state, now=later + join_timeout), DEADLINE) is Action.SYNC
+    late = known_to(D, state, now=later + join_timeout + 0.1)
+    assert operator(late, DEADLINE) is Action.REMOVE_FROM_WAIT_LIST
+
+
+def test_a_spare_takes_the_place_and_the_rank_of_a_lost_node_and_displaces_no_other() -> None:
+    """It is the first that looks at the open round, before those which have only left it to come back."""
+    state = complete(A, B, C)
+    for spare in (D, E):
+        apply(Action.ADD_TO_WAIT_LIST, state, spare, SETTINGS)
+    remove(state, [B], SETTINGS)  # it died
+    assert num_admissible(state, SETTINGS) == 1
+    assert spares(state, SETTINGS) == [E]
+    for member in (A, C):
+        assert return_to_line(known_to(member, state), DEADLINE) is Action.MOVE_TO_WAIT_LIST
+        apply(Action.MOVE_TO_WAIT_LIST, state, member, SETTINGS)
+    assert (state.round, state.complete) == (1, False)
+    assert spares(state, SETTINGS) == [E]
+    assert join(known_to(E, state), DEADLINE) is Action.SYNC
+    for node in (D, C, A):
+        assert join(known_to(node, state), DEADLINE) is Action.ADD_TO_PARTICIPANTS
+        apply(Action.ADD_TO_PARTICIPANTS, state, node, SETTINGS)
+        assert join(known_to(E, state), DEADLINE) is Action.SYNC
+    assert state.complete
+    assert state.participants == {A: 0, D: 1, C: 2}
+    assert state.wait_list == [E]
+
+
+def test_a_node_that_leaves_a_round_for_good_does_not_wait_for_the_next() -> None:
+    state = complete(A, B)
+    assert return_to_line(known_to(C, state), DEADLINE) is Action.FINISH
+    assert return_to_line(known_to(A, gathering(A)), DEADLINE) is Action.FINISH, "it is in the next one"
+    assert return_to_line(known_to(A, state, now=DEADLINE + 1), DEADLINE) is Action.ERROR_TIMEOUT
+    apply(Action.ADD_TO_WAIT_LIST, state, C, SETTINGS)
+    assert exit_round(known_to(C, state), DEADLINE) is Action.REMOVE_FROM_WAIT_LIST
+
+
+def test_a_spare_was_not_needed_if_the_job_ends() -> None:
+    state = complete(A, B, C)
+    apply(Action.ADD_TO_WAIT_LIST, state, D, SETTINGS)
+    apply(Action.MOVE_TO_WAIT_LIST, state, A, SETTINGS)
+    apply(Action.MARK_RENDEZVOUS_CLOSED, state, B, SETTINGS)
+    assert join(known_to(D, state), DEADLINE) is Action.ERROR_NOT_NEEDED
+    for node in (A, E):
+        assert join(known_to(node, state), DEADLINE) is Action.ERROR_CLOSED
 
 
 def test_join_of_a_closed_rendezvous_fails() -> None:
@@ -166,7 +227,7 @@ def test_the_next_round_opens_when_the_last_participant_has_left() -> None:
     assert (state.round, state.complete) == (1, False)
     assert join(known_to(C, state), DEADLINE) is Action.ADD_TO_PARTICIPANTS
     apply(Action.ADD_TO_PARTICIPANTS, state, C, SETTINGS)
-    assert state.wait_list == set()
+    assert state.wait_list == []
 
 
 def test_a_node_that_left_the_wait_list_has_no_heartbeat() -> None:
@@ -175,7 +236,7 @@ def test_a_node_that_left_the_wait_list_has_no_heartbeat() -> None:
     apply(Action.KEEP_ALIVE, state, C, SETTINGS)
     heartbeat = state.last_heartbeats[C]
     apply(Action.REMOVE_FROM_WAIT_LIST, state, C, SETTINGS)
-    assert (state.wait_list, C in state.last_heartbeats) == (set(), False)
+    assert (state.wait_list, C in state.last_heartbeats) == ([], False)
     apply(Action.ADD_TO_WAIT_LIST, state, C, SETTINGS)
     assert state.last_heartbeats[C] > heartbeat, "one that missed both sees a new heartbeat"
 
@@ -187,7 +248,7 @@ def test_a_full_group_is_not_disturbed_by_nodes_that_wait() -> None:
         apply(Action.ADD_TO_WAIT_LIST, state, node, SETTINGS)
     assert num_admissible(state, SETTINGS) == 1
     full = complete(A, B, C)
-    full.wait_list.add(D)
+    full.wait_list.append(D)
     assert num_admissible(full, SETTINGS) == 0
 
 
@@ -226,9 +287,9 @@ def test_a_state_is_json_and_equal_states_have_equal_bytes() -> None:
         (b"", "malformed"),
         (b"\x80\x04pickle", "malformed"),
         (b"[]", "malformed"),
-        (b'{"version": 2}', "malformed"),
-        (b'{"version": 1}', "has version 1, not 2: all nodes must run the same"),
-        (b'{"version": 3, "more": 1}', "has version 3, not 2: all nodes must run the same"),
+        (b'{"version": 3}', "malformed"),
+        (b'{"version": 1}', "has version 1, not 3: all nodes must run the same"),
+        (b'{"version": 4, "more": 1}', "has version 4, not 3: all nodes must run the same"),
         (encode(RendezvousState()).replace(b'"round":0', b'"round":"0"'), "malformed"),
         (encode(RendezvousState())[:-1] + b',"other":1}', "malformed"),
     ],

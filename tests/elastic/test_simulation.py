@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.elastic.simulation import DriftingClock, Fault, Phase, SimulatedAgent, SimulatedBackend
 from zmqgrad.elastic.operators import Action
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
-from zmqgrad.elastic.state import RendezvousState, decode, encode
+from zmqgrad.elastic.state import NodeDesc, RendezvousState, decode, encode
 from zmqgrad.elastic.transitions import apply
 
 INTERVAL, ATTEMPTS = 5.0, 3
@@ -28,6 +28,7 @@ class Rendezvous(RuleBasedStateMachine):
         self.agents: list[SimulatedAgent] = []
         self.checked = 0
         self.previous = RendezvousState()
+        self.members: set[NodeDesc] = set()  # of the last complete round, and present ever since
 
     @rule(start=st.floats(-1e6, 1e6), rate=st.floats(0.95, 1.05))
     def a_node_comes(self, start: float, rate: float) -> None:
@@ -91,10 +92,14 @@ class Rendezvous(RuleBasedStateMachine):
             assert state.round >= before.round
             assert state.closed >= before.closed, "closed stays closed"
             assert len(state.participants) <= self.settings.max_nodes
-            assert not state.wait_list & set(state.participants)
-            assert set(state.participants) | state.wait_list == set(state.last_heartbeats)
+            assert not set(state.wait_list) & set(state.participants)
+            assert len(state.wait_list) == len(set(state.wait_list))
+            assert {*state.participants, *state.wait_list} == set(state.last_heartbeats)
             if state.complete and not (before.complete and before.round == state.round):
                 assert len(state.participants) >= self.settings.min_nodes
+                if len(state.participants) == self.settings.max_nodes:
+                    assert not self.members & set(state.wait_list), "a spare displaced a living node"
+                self.members = set(state.participants)
                 assert sorted(state.participants.values()) == list(range(len(state.participants)))
                 for node, rank in state.participants.items():
                     kept = before.completed_ranks.get(node)
@@ -102,6 +107,7 @@ class Rendezvous(RuleBasedStateMachine):
             elif state.complete:
                 assert state.completed_ranks == before.completed_ranks, "a complete round does not change"
                 assert state.participants.items() <= before.participants.items()
+            self.members &= {*state.participants, *state.wait_list}
             self.previous = state
         self.checked = len(self.backend.history)
 

@@ -9,7 +9,7 @@ from zmqgrad.elastic.settings import RendezvousSettings
 from zmqgrad.elastic.state import NodeDesc
 from zmqgrad.elastic.state_holder import StateHolder
 from zmqgrad.elastic.transitions import apply
-from zmqgrad.errors import RendezvousClosedError, RendezvousTimeoutError
+from zmqgrad.errors import RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError
 from zmqgrad.transport import tap
 from zmqgrad.transport.tap import Tracer
 
@@ -48,7 +48,8 @@ class OperatorExecutor:
             deadline: a time of the clock of the state holder.
 
         Raises:
-            RendezvousClosedError: if the rendezvous is closed.
+            RendezvousClosedError: if the rendezvous is closed; RendezvousGracefulExitError, if this node
+                waited for its first round.
             RendezvousTimeoutError: if the operator cannot finish by ``deadline``.
             RendezvousConnectionError, RendezvousStateError: if the backend cannot be used.
         """
@@ -71,6 +72,10 @@ class OperatorExecutor:
         if action is Action.ERROR_CLOSED:
             why = "was retired: the process that served it has left" if holder.state.retired else "is closed"
             raise RendezvousClosedError(f"the rendezvous {self._settings.run_id!r} {why}")
+        if action is Action.ERROR_NOT_NEEDED:
+            raise RendezvousGracefulExitError(
+                f"the rendezvous {self._settings.run_id!r} was closed: {self._node} was not needed"
+            )
         if action is Action.ERROR_TIMEOUT:
             raise RendezvousTimeoutError(self._explain_timeout())
         if action not in (Action.FINISH, Action.SYNC):

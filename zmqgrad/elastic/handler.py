@@ -12,6 +12,7 @@ import random
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 from zmqgrad.elastic import events
@@ -25,8 +26,11 @@ from zmqgrad.elastic.operators import (
     close,
     exit_round,
     join,
+    joining,
     keep_alive,
     retire,
+    return_to_line,
+    spares,
 )
 from zmqgrad.elastic.round_stores import RoundStores, SharedStore, await_address, is_intact
 from zmqgrad.elastic.settings import RendezvousSettings
@@ -72,6 +76,9 @@ class RendezvousHandler:
         store: what the nodes of a round are given, with a prefix of their own; or what opens their stores.
         node: this node; None: a new descriptor.
         clock: monotonic; for tests.
+
+    Attributes:
+        notify: called with text for the user: what joining a round waits for. Logs it, unless it is replaced.
     """
 
     def __init__(
@@ -93,6 +100,13 @@ class RendezvousHandler:
         self._heartbeats: _Heartbeats | None = None
         self._cancelled = math.inf  # when joining was cancelled
         self._closed = False
+        self._shut_down = False
+        self._has_joined = False
+        self._line: tuple[int, int] | None = None  # the place of this node among the spares
+        self.notify: Callable[[str], None] = self._log
+
+    def _log(self, text: str) -> None:
+        logger.warning("%s: %s: %s", self._settings.run_id, self.node, text)
 
     def get_backend(self) -> str:
         """Name of the backend."""
@@ -115,11 +129,14 @@ class RendezvousHandler:
     def next_rendezvous(self) -> Rendezvous:
         """Leave the current round, and wait until this node takes part in a complete one.
 
+        A node beyond ``max_nodes`` waits without limit, as a spare.
+
         Returns:
             rank, world size, number and store of that round.
 
         Raises:
             RendezvousClosedError: if the rendezvous is closed.
+            RendezvousGracefulExitError: if it was closed while this node waited for its first round.
             RendezvousTimeoutError: if no round completes within ``settings.timeout.join``.
             RendezvousConnectionError, RendezvousStateError: if the backend, or the store that rank 0 serves,
                 cannot be used.
@@ -134,14 +151,15 @@ class RendezvousHandler:
             self._record("next_rendezvous", str(e), NodeState.FAILED, trace=traceback.format_exc())
             raise
         message = f"round {joined.round}: rank {joined.rank} of {joined.world_size}"
+        self._has_joined = True
         self._record("next_rendezvous", message, rank=joined.rank)
         return joined
 
     def _join_round(self, deadline: float) -> Rendezvous | None:
         """Take part in one round. Returns None if it ended before all its nodes could use its store."""
         with self._lock:
-            self._executor.run(exit_round, deadline)
-            self._executor.run(self._cancellable(join), deadline)
+            self._executor.run(return_to_line, deadline)
+            self._executor.run(joining(self._join), deadline)
             state = self._holder.state
             # What the round agreed on when it completed: some of its nodes may have left since.
             number, rank, size = state.round, state.completed_ranks[self.node], len(state.completed_ranks)
@@ -175,6 +193,18 @@ class RendezvousHandler:
             self._holder.sync()
             return is_intact(self._holder.context(), number)
 
+    def _join(self, context: Context, deadline: float) -> Action:
+        """:func:`join`, which can be cancelled, and says so if this node is a spare."""
+        waiting = spares(context.state, context.settings)
+        line = (waiting.index(self.node) + 1, len(waiting)) if self.node in waiting else None
+        if line is not None and line != self._line:
+            self.notify(
+                f"spare {line[0]} of {line[1]}: the job has all of its nodes ({self._settings.max_nodes}); "
+                f"waiting until one is lost, or the job ends"
+            )
+        self._line = line
+        return join(context, min(deadline, self._cancelled))
+
     def _cancellable(self, operator: Operator) -> Operator:
         def cancellable(context: Context, deadline: float) -> Action:
             return operator(context, min(deadline, self._cancelled))
@@ -194,8 +224,15 @@ class RendezvousHandler:
         return self._holder.state.retired
 
     def num_nodes_waiting(self) -> int:
-        """How many waiting nodes the next round would admit. If any, call :meth:`next_rendezvous`."""
-        return num_admissible(self._latest(), self._settings)
+        """How many waiting nodes the next round would admit. If any, call :meth:`next_rendezvous`.
+
+        0 before this node has joined a round. Spares do not count; see :meth:`spares`.
+        """
+        return num_admissible(self._latest(), self._settings) if self._has_joined else 0
+
+    def spares(self) -> list[NodeDesc]:
+        """The nodes that wait although the job has ``max_nodes``, the one that follows next first."""
+        return spares(self._latest(), self._settings)
 
     def lost_nodes(self) -> list[NodeDesc]:
         """The nodes of the completed round that have left it or died, sorted."""
@@ -284,13 +321,15 @@ class RendezvousHandler:
         return self._holder.renewed + expiry - self._clock.now()
 
     def shutdown(self) -> bool:
-        """Stop, and close the rendezvous for all nodes. Returns whether it was closed."""
+        """Stop, and close the rendezvous for all nodes. Returns whether it is closed. Can be repeated."""
         self.stop()
-        try:
-            self.set_closed()
-        except RendezvousError as e:
-            logger.warning("%s: %s cannot close the rendezvous: %s", self._settings.run_id, self.node, e)
-            return False
+        if not self._shut_down:
+            try:
+                self.set_closed()
+            except RendezvousError as e:
+                self._log(f"cannot close the rendezvous: {e}")
+                return False
+            self._shut_down = True
         return True
 
     def stop(self) -> None:
@@ -337,7 +376,7 @@ class RendezvousHandler:
         except RendezvousError as e:
             logger.warning("%s: %s could not retire the state: %s", self.get_run_id(), self.node, e)
         state = self._holder.state
-        return not {*state.participants, *state.wait_list} - {self.node}
+        return state.closed or not {*state.participants, *state.wait_list} - {self.node}
 
     def _stop_heartbeats(self) -> None:
         heartbeats, self._heartbeats = self._heartbeats, None

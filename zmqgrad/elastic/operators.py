@@ -6,6 +6,7 @@ error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import NamedTuple
@@ -23,6 +24,7 @@ class Action(Enum):
     KEEP_ALIVE = auto()
     ADD_TO_PARTICIPANTS = auto()
     ADD_TO_WAIT_LIST = auto()
+    MOVE_TO_WAIT_LIST = auto()
     REMOVE_FROM_PARTICIPANTS = auto()
     REMOVE_FROM_WAIT_LIST = auto()
     MARK_RENDEZVOUS_COMPLETE = auto()
@@ -31,6 +33,8 @@ class Action(Enum):
     SYNC = auto()
     """Wait until the state changes."""
     ERROR_CLOSED = auto()
+    ERROR_NOT_NEEDED = auto()
+    """The rendezvous was closed while the node waited for its first round."""
     ERROR_TIMEOUT = auto()
     FINISH = auto()
 
@@ -59,6 +63,16 @@ class Context(NamedTuple):
         return self.heartbeat_age >= self.settings.keep_alive_interval
 
 
+def num_free(state: RendezvousState, settings: RendezvousSettings) -> int:
+    """For how many waiting nodes there is a place. The first in line get them."""
+    return settings.max_nodes - len(state.participants)
+
+
+def spares(state: RendezvousState, settings: RendezvousSettings) -> list[NodeDesc]:
+    """The waiting nodes for which there is no place until a participant is lost."""
+    return state.wait_list[num_free(state, settings) :]
+
+
 Operator = Callable[[Context, float], Action]
 """(context, deadline) -> action. The deadline is a time of ``context.now``'s clock."""
 
@@ -66,21 +80,38 @@ Operator = Callable[[Context, float], Action]
 def join(context: Context, deadline: float) -> Action:
     """Take part in the current round, or in the next if this one is complete."""
     state, settings, now = context.state, context.settings, context.now
+    if state.closed and context.node in state.wait_list and context.node not in state.completed_ranks:
+        return Action.ERROR_NOT_NEEDED
     if state.closed or state.retired:
         return Action.ERROR_CLOSED
     if state.complete and context.is_participant:
         return Action.FINISH
     if now > deadline:
         return _give_up(context, deadline)
-    if state.complete:
-        # The node waits for the next round, unless the job has all the nodes that it can have.
-        if len(state.participants) < settings.max_nodes and context.node not in state.wait_list:
+    if not context.is_participant:
+        line = state.wait_list
+        waits = context.node in line
+        position = line.index(context.node) if waits else len(line)
+        if not state.complete and position < num_free(state, settings):
+            return Action.ADD_TO_PARTICIPANTS
+        if not waits:
             return Action.ADD_TO_WAIT_LIST
-    elif not context.is_participant:
-        return Action.ADD_TO_PARTICIPANTS
     elif state.deadline is not None and context.last_call_age >= settings.timeout.last_call:
         return Action.MARK_RENDEZVOUS_COMPLETE
     return Action.KEEP_ALIVE if _is_known(context) and context.must_keep_alive else Action.SYNC
+
+
+def joining(operator: Operator = join) -> Operator:
+    """An operator like ``operator``, for which no time passes while the node is a spare."""
+    extended = -math.inf
+
+    def wait_as_spare(context: Context, deadline: float) -> Action:
+        nonlocal extended
+        if context.node in spares(context.state, context.settings):
+            extended = context.now + context.settings.timeout.join
+        return operator(context, max(deadline, extended))
+
+    return wait_as_spare
 
 
 def _give_up(context: Context, deadline: float) -> Action:
@@ -97,11 +128,20 @@ def _is_known(context: Context) -> bool:
     return context.is_participant or context.node in context.state.wait_list
 
 
-def exit_round(context: Context, deadline: float) -> Action:
-    """Leave the current round, before joining the next one."""
-    if not context.is_participant:
+def return_to_line(context: Context, deadline: float) -> Action:
+    """Leave a complete round, and be the first in line for the next one: before any spare."""
+    if not (context.is_participant and context.state.complete):
         return Action.FINISH
-    return Action.ERROR_TIMEOUT if context.now > deadline else Action.REMOVE_FROM_PARTICIPANTS
+    return Action.ERROR_TIMEOUT if context.now > deadline else Action.MOVE_TO_WAIT_LIST
+
+
+def exit_round(context: Context, deadline: float) -> Action:
+    """Leave the round, or the wait list, for good."""
+    if not _is_known(context):
+        return Action.FINISH
+    if context.now > deadline:
+        return Action.ERROR_TIMEOUT
+    return Action.REMOVE_FROM_PARTICIPANTS if context.is_participant else Action.REMOVE_FROM_WAIT_LIST
 
 
 def await_departure(number: int) -> Operator:

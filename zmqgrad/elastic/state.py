@@ -16,7 +16,7 @@ import msgspec
 
 from zmqgrad.errors import RendezvousStateError
 
-VERSION = 2
+VERSION = 3
 """Of the encoding. A state of another version is refused."""
 
 
@@ -49,7 +49,8 @@ class RendezvousState:
         deadline: number of the last call that is running; None if no participant can complete the round yet.
         last_calls: number of last calls so far.
         participants: the nodes of this round. Their ranks are valid once it is complete.
-        wait_list: nodes that came after the round was complete; they join the next one.
+        wait_list: nodes in line for the next round. Those of the round that ended come first, then the others
+            in the order in which they came. Those beyond ``max_nodes`` are spares.
         last_heartbeats: the number of the last heartbeat of each participant and waiting node.
         completed_ranks: the ranks of all nodes of the last round that was completed, also of those that have
             left since. The nodes of that round agree on it, and keep their ranks where possible.
@@ -66,7 +67,7 @@ class RendezvousState:
     deadline: int | None = None
     last_calls: int = 0
     participants: dict[NodeDesc, int] = field(default_factory=dict)
-    wait_list: set[NodeDesc] = field(default_factory=set)
+    wait_list: list[NodeDesc] = field(default_factory=list)
     last_heartbeats: dict[NodeDesc, int] = field(default_factory=dict)
     completed_ranks: dict[NodeDesc, int] = field(default_factory=dict)
     store_address: str = ""
@@ -75,7 +76,7 @@ class RendezvousState:
 
 
 class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON form: an object whose keys are strings, with nodes in sorted lists."""
+    """The JSON form: an object whose keys are strings; what has no order is sorted."""
 
     version: int
     round: int
@@ -100,9 +101,7 @@ class _Version(msgspec.Struct):
 def encode(state: RendezvousState) -> bytes:
     """Encode ``state``. Equal states have equal encodings."""
     fields = {
-        name: sorted(value.items() if isinstance(value, dict) else value)
-        if isinstance(value, dict | set)
-        else value
+        name: sorted(value.items()) if isinstance(value, dict) else value
         for name, value in vars(state).items()
     }
     return msgspec.json.encode({"version": VERSION, **fields})
@@ -128,7 +127,7 @@ def decode(data: bytes) -> RendezvousState:
     del fields["version"]
     for name in ("participants", "last_heartbeats", "completed_ranks"):
         fields[name] = dict(fields[name])
-    return RendezvousState(**fields | {"wait_list": set(encoded.wait_list)})
+    return RendezvousState(**fields)
 
 
 _local_ids = itertools.count()

@@ -95,6 +95,7 @@ class StateHolder:
 
     Attributes:
         state: the copy.
+        synced: when the backend last replied; None: it never has.
         renewed: when this node last began to write a new heartbeat that was accepted.
     """
 
@@ -114,7 +115,7 @@ class StateHolder:
         self._token: Token = None
         self._dirty = False
         self._announce = False  # the local changes are not only a heartbeat
-        self._synced: float | None = None
+        self.synced: float | None = None
         self._dead: list[NodeDesc] = []
         self._heartbeat = 0  # the last one of this node that was seen in the backend
         self.renewed = -math.inf
@@ -191,15 +192,15 @@ class StateHolder:
             self.renewed = began
         self._heartbeat = heartbeat  # also one whose reply was lost: it renews nothing later
         self._dirty = False
-        self._synced = self._clock.now()
-        self._sanitize(self._synced)
+        self.synced = self._clock.now()
+        self._sanitize(self.synced)
         self._check_settings()
         return has_set
 
     def _check_settings(self) -> None:
         """Refuse to share the state with nodes of other settings. A job without nodes may change them."""
         found, own = self.state.settings, self._settings.agreement
-        nodes = self.state.participants.keys() | self.state.wait_list
+        nodes = {*self.state.participants, *self.state.wait_list}
         if found and found != own and nodes:
             raise RendezvousStateError(
                 f"the rendezvous {self._settings.run_id!r} is in use with other settings: {found} at "
@@ -210,7 +211,7 @@ class StateHolder:
 
     def is_fresh(self, seconds: float) -> bool:
         """Whether the state was read or written less than ``seconds`` ago."""
-        return self._synced is not None and self._clock.now() - self._synced < seconds
+        return self.synced is not None and self._clock.now() - self.synced < seconds
 
     def wait_for_change(self, seconds: float) -> bool:
         """Wait at most ``seconds`` for another node to change the state. Returns whether it may have."""

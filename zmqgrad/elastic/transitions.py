@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from zmqgrad.elastic.operators import Action
+from zmqgrad.elastic.operators import Action, num_free
 from zmqgrad.elastic.settings import RendezvousSettings
 from zmqgrad.elastic.state import NodeDesc, RendezvousState
 
@@ -26,7 +26,7 @@ def keep_alive(state: RendezvousState, node: NodeDesc, settings: RendezvousSetti
 
 def add_to_participants(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
     """Begins the last call with ``min_nodes`` participants, and completes the round with ``max_nodes``."""
-    state.wait_list.discard(node)
+    _discard(state.wait_list, node)
     state.participants[node] = 0  # ranks are assigned on completion
     keep_alive(state, node, settings)
     if len(state.participants) == settings.min_nodes:
@@ -37,9 +37,21 @@ def add_to_participants(state: RendezvousState, node: NodeDesc, settings: Rendez
 
 
 def add_to_wait_list(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
-    """Add ``node`` to those that join the next round."""
-    state.wait_list.add(node)
+    """Let ``node`` be the last in line for the next round."""
+    state.wait_list.append(node)
     keep_alive(state, node, settings)
+
+
+def move_to_wait_list(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Let ``node`` leave the complete round, and be the first in line for the next one."""
+    remove(state, [node], settings)
+    state.wait_list.insert(0, node)
+    keep_alive(state, node, settings)
+
+
+def _discard(nodes: list[NodeDesc], node: NodeDesc) -> None:
+    if node in nodes:
+        nodes.remove(node)
 
 
 def remove_node(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
@@ -56,7 +68,7 @@ def remove(state: RendezvousState, nodes: Iterable[NodeDesc], settings: Rendezvo
     left = False
     for node in nodes:
         state.last_heartbeats.pop(node, None)
-        state.wait_list.discard(node)
+        _discard(state.wait_list, node)
         left |= state.participants.pop(node, None) is not None
     if not left:
         return
@@ -88,11 +100,8 @@ def mark_retired(state: RendezvousState, node: NodeDesc, settings: RendezvousSet
 
 
 def num_admissible(state: RendezvousState, settings: RendezvousSettings) -> int:
-    """How many waiting nodes another round could admit.
-
-    Nodes that wait although the job has ``max_nodes`` do not count: admitting them would exclude others.
-    """
-    return max(0, min(len(state.wait_list), settings.max_nodes - len(state.participants)))
+    """How many waiting nodes another round could admit. Spares do not count: they would exclude others."""
+    return min(len(state.wait_list), num_free(state, settings))
 
 
 def assign_ranks(nodes: Iterable[NodeDesc], previous: dict[NodeDesc, int]) -> dict[NodeDesc, int]:
@@ -112,6 +121,7 @@ _CHANGES: dict[Action, Callable[[RendezvousState, NodeDesc, RendezvousSettings],
     Action.KEEP_ALIVE: keep_alive,
     Action.ADD_TO_PARTICIPANTS: add_to_participants,
     Action.ADD_TO_WAIT_LIST: add_to_wait_list,
+    Action.MOVE_TO_WAIT_LIST: move_to_wait_list,
     Action.REMOVE_FROM_PARTICIPANTS: remove_node,
     Action.REMOVE_FROM_WAIT_LIST: remove_node,
     Action.MARK_RENDEZVOUS_COMPLETE: mark_complete,
