@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.elastic.simulation import SimulatedBackend
+from tests.elastic.simulation import DriftingClock, SimulatedBackend
 from tests.support.processes import free_port
 from tests.support.waiting import eventually
 from zmqgrad.elastic import (
@@ -337,9 +339,9 @@ def test_a_store_that_is_gone_is_an_error() -> None:
     backend = StoreBackend(client, "job")
     handler = RendezvousHandler(RendezvousSettings("job", 1, 1), backend, client)
     handler.next_rendezvous()
-    client.set_timeout(0.3)
+    client.set_timeout(1.5)
     store.close()
-    with pytest.raises(RendezvousConnectionError, match="store of the rendezvous cannot be used"):
+    with pytest.raises(RendezvousConnectionError, match="the process that served it has ended"):
         handler.next_rendezvous()
     assert not handler.shutdown()
     client.close()
@@ -410,6 +412,60 @@ def test_an_agent_that_looks_at_its_round_does_not_wait_for_the_backend() -> Non
     assert (handler.num_nodes_waiting(), handler.is_closed(), handler.lost_nodes()) == (0, False, [])
     eventually(handler.lease_left, lambda left: left <= 0)
     backend.hang.set()
+    handler.stop()
+
+
+class CutOffBackend(SimulatedBackend):
+    """Does not reply while ``is_cut``; each request takes 15 s of ``clock`` then."""
+
+    def __init__(self, clock: DriftingClock) -> None:
+        super().__init__()
+        self.clock, self.until = clock, -math.inf
+
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        if self.clock.now() < self.until:
+            self.clock.advance(15.0)
+            raise RendezvousConnectionError("no store answered")
+        yield
+
+    def wait_for_change(self, token: Token, seconds: float) -> bool:
+        self.clock.advance(seconds)
+        return True
+
+
+@pytest.mark.parametrize(("seconds", "notices"), [(60.0, 1), (500.0, 8)])
+def test_a_node_that_is_cut_off_joins_again_once_the_path_is_back(seconds: float, notices: int) -> None:
+    clock = DriftingClock(0.0, 1.0)
+    backend = CutOffBackend(clock)
+    settings = RendezvousSettings("job", 1, 2, RendezvousTimeout(join=600.0, last_call=1.0))
+    handler = RendezvousHandler(settings, backend, HashStore(WAIT), clock=clock)
+    said: list[str] = []
+    handler.notify = said.append
+    assert handler.next_rendezvous().round == 0
+    backend.until = seconds
+    assert handler.next_rendezvous().round == 1
+    assert said[0] == "no store answered. Trying again, for up to 585 s (join_timeout)"
+    assert len(said) == notices, "once, and then every minute"
+    assert all(text.startswith("still no reply; trying again, for up to ") for text in said[1:])
+    handler.stop()
+
+
+def test_a_node_that_is_cut_off_gives_up_after_join_timeout() -> None:
+    clock = DriftingClock(0.0, 1.0)
+    backend = CutOffBackend(clock)
+    handler = RendezvousHandler(RendezvousSettings("job", 1, 2), backend, HashStore(WAIT), clock=clock)
+    handler.notify = lambda text: None
+    backend.until = math.inf
+    with pytest.raises(RendezvousConnectionError):
+        handler.next_rendezvous()
+    assert clock.now() == 15.0, "a backend that has never replied is an error at once"
+    backend.until = 0.0
+    handler.next_rendezvous()
+    began, backend.until = clock.now(), math.inf
+    with pytest.raises(RendezvousConnectionError):
+        handler.next_rendezvous()
+    assert 600.0 <= clock.now() - began <= 616.0
     handler.stop()
 
 

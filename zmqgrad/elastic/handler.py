@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from zmqgrad.elastic import events
 from zmqgrad.elastic.events import NodeState
-from zmqgrad.elastic.executor import OperatorExecutor
+from zmqgrad.elastic.executor import MAX_WAIT_SECONDS, OperatorExecutor
 from zmqgrad.elastic.operators import (
     Action,
     Context,
@@ -52,6 +52,9 @@ LEASE_MARGIN = 0.2
 
 It covers differences between the rates of clocks, and the time that stopping the workers takes.
 """
+
+NOTICE_SECONDS = 60.0
+"""How often a node that tries to reach the backend again says so."""
 
 LEAVE_SECONDS = 5.0
 """How long leaving the round may take when a handler is closed."""
@@ -102,6 +105,7 @@ class RendezvousHandler:
         self._closed = False
         self._shut_down = False
         self._has_joined = False
+        self._noticed = -math.inf  # when the user was last told that the backend does not reply
         self._line: tuple[int, int] | None = None  # the place of this node among the spares
         self.notify: Callable[[str], None] = self._log
 
@@ -129,7 +133,8 @@ class RendezvousHandler:
     def next_rendezvous(self) -> Rendezvous:
         """Leave the current round, and wait until this node takes part in a complete one.
 
-        A node beyond ``max_nodes`` waits without limit, as a spare.
+        A node beyond ``max_nodes`` waits without limit, as a spare. A backend that does not reply any more is
+        tried again for ``settings.timeout.join``.
 
         Returns:
             rank, world size, number and store of that round.
@@ -158,8 +163,8 @@ class RendezvousHandler:
     def _join_round(self, deadline: float) -> Rendezvous | None:
         """Take part in one round. Returns None if it ended before all its nodes could use its store."""
         with self._lock:
-            self._executor.run(return_to_line, deadline)
-            self._executor.run(joining(self._join), deadline)
+            self._persist(return_to_line, deadline)
+            self._persist(joining(self._join), deadline)
             state = self._holder.state
             # What the round agreed on when it completed: some of its nodes may have left since.
             number, rank, size = state.round, state.completed_ranks[self.node], len(state.completed_ranks)
@@ -185,13 +190,34 @@ class RendezvousHandler:
                 self._holder.mark_dirty()
                 self._holder.sync()
         else:
-            self._executor.run(self._cancellable(await_address(number)), deadline)
+            self._persist(self._cancellable(await_address(number)), deadline)
         return is_intact(self._holder.context(), number)
 
     def _is_intact(self, number: int) -> bool:
         with self._lock:
             self._holder.sync()
             return is_intact(self._holder.context(), number)
+
+    def _persist(self, operator: Operator, deadline: float) -> None:
+        """Run ``operator``; try again while the backend does not reply, as long as joining may take."""
+        while True:
+            try:
+                return self._executor.run(operator, deadline)
+            except RendezvousConnectionError as e:
+                now, replied = self._clock.now(), self._holder.synced
+                if replied is None or self._backend.is_lost:
+                    raise
+                left = min(replied + self._settings.timeout.join, self._cancelled) - now
+                if left <= 0:
+                    raise
+                if self._noticed < replied:
+                    self.notify(f"{e}. Trying again, for up to {left:.0f} s (join_timeout)")
+                elif now - self._noticed >= NOTICE_SECONDS:
+                    self.notify(f"still no reply; trying again, for up to {left:.0f} s")
+                else:
+                    now = self._noticed
+                self._noticed = now
+                self._holder.wait_for_change(min(left, MAX_WAIT_SECONDS))
 
     def _join(self, context: Context, deadline: float) -> Action:
         """:func:`join`, which can be cancelled, and says so if this node is a spare."""

@@ -186,7 +186,7 @@ def _create_store_backend(parameters: Parameters) -> tuple[RendezvousBackend, Ro
     address = serving_host(host, port, parameters.local_addr) if parameters.serve_rounds else ""
     store = open_endpoint(parameters.endpoint, parameters.get("connect_timeout", float, read), is_host)
     try:
-        backend = StoreBackend(store, parameters.settings.run_id, owned=True)
+        backend = StoreBackend(store, parameters.settings.run_id, owned=True, may_restart=is_host is False)
         store.set_timeout(read)
     except BaseException:
         store.close()

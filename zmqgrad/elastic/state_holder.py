@@ -72,6 +72,11 @@ class RendezvousBackend(ABC):
         return 1.0
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it is known that the backend will not reply any more."""
+        return False
+
+    @property
     def is_host(self) -> bool:
         """Whether other nodes lose the state when this backend is closed."""
         return False

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from zmqgrad.elastic.endpoint import leave_open
 from zmqgrad.elastic.state_holder import RendezvousBackend, Token
-from zmqgrad.errors import RendezvousConnectionError, RendezvousStateError, StoreError
+from zmqgrad.errors import RendezvousConnectionError, RendezvousStateError, StoreError, StoreTimeoutError
 from zmqgrad.store import Store, TCPStore
 
 DRAIN_SECONDS = 5.0
@@ -32,13 +32,17 @@ class StoreBackend(RendezvousBackend):
         store: shared by all nodes.
         run_id: identifies the job.
         owned: :meth:`close` closes ``store``, too. Otherwise that is yours to close afterwards.
+        may_restart: the process that serves ``store`` may be started again with its contents. Otherwise, a
+            server that is known to have ended is lost.
     """
 
     name = "zmqgrad"
 
-    def __init__(self, store: Store, run_id: str, *, owned: bool = False) -> None:
+    def __init__(self, store: Store, run_id: str, *, owned: bool = False, may_restart: bool = False) -> None:
         self._store = store
         self._owned = owned
+        self._may_restart = may_restart
+        self._lost = False
         self._key = f"zmqgrad/rendezvous/{run_id}"
         self._announcements = f"zmqgrad/announcements/{run_id}"
         self._changed = threading.Event()
@@ -78,6 +82,10 @@ class StoreBackend(RendezvousBackend):
         return 0.0 if self._changed.is_set() else _UNANNOUNCED_SECONDS
 
     @property
+    def is_lost(self) -> bool:
+        return self._lost
+
+    @property
     def is_host(self) -> bool:
         return self._owned and isinstance(self._store, TCPStore) and self._store.is_master
 
@@ -103,6 +111,10 @@ class StoreBackend(RendezvousBackend):
         try:
             yield
         except StoreError as e:
+            if not isinstance(e, StoreTimeoutError):
+                self._lost = True
+            elif not self._may_restart and isinstance(self._store, TCPStore):
+                self._store.expect_no_restart()  # tells a process that has ended from a path that is cut
             raise store_is_lost(e) from e
 
 
