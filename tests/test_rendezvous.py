@@ -260,14 +260,14 @@ def test_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_handlers", dict(module._handlers))
     asked = []
 
-    def handler(url: str, timeout: object) -> Iterator[tuple[Store, int, int]]:
-        asked.append((url, timeout))
+    def handler(url: str, **kwargs: object) -> Iterator[tuple[Store, int, int]]:
+        asked.append((url, kwargs))
         yield HashStore(), 4, 5
 
     register_rendezvous_handler("mine", handler)
-    _, rank, size = next(iter(rendezvous("mine://there?x=1", 1, 2, timeout=3.0)))
+    _, rank, size = next(iter(rendezvous("mine://there?x=1", 1, 2, timeout=3.0, more="7")))
     assert (rank, size) == (4, 5)
-    assert asked == [("mine://there?x=1&rank=1&world_size=2", 3.0)]
+    assert asked == [("mine://there?x=1&rank=1&world_size=2", {"timeout": 3.0, "more": "7"})]
     with pytest.raises(RendezvousError, match="a handler for mine:// already"):
         register_rendezvous_handler("mine", handler)
 

@@ -44,6 +44,15 @@ def test_bad_urls(query: str, what: str) -> None:
         next(rendezvous(f"elastic://127.0.0.1:29400?{query}", timeout=1.0))
 
 
+def test_arguments_are_settings() -> None:
+    url = f"elastic://127.0.0.1:{free_port()}?run_id=job&join_timeout=soon"
+    with pytest.raises(ConfigurationError, match="has no setting 'joint_timeout'"):
+        next(rendezvous(url, world_size=1, timeout=20.0, joint_timeout=5))
+    store, rank, world_size = next(rendezvous(url, world_size=1, timeout=20.0, join_timeout=5))
+    assert (rank, world_size) == (0, 1)
+    store.close()
+
+
 def test_an_endpoint_that_nobody_serves() -> None:
     url = f"elastic://127.0.0.1:{free_port()}?run_id=job&is_host=false"
     with pytest.raises(RendezvousConnectionError, match=r"the rendezvous endpoint .* cannot be used"):

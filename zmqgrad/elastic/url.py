@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
@@ -44,23 +45,30 @@ class ElasticStore(PrefixStore):
         self._handler.close()
 
 
-def elastic_rendezvous(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[RendezvousResult]:
+def elastic_rendezvous(
+    url: str, timeout: timedelta | float = DEFAULT_TIMEOUT, **settings: Any
+) -> Iterator[RendezvousResult]:
     """The rendezvous handler of ``elastic://``; see :func:`zmqgrad.rendezvous.rendezvous`.
+
+    Args:
+        url: of the rendezvous.
+        timeout: of joining, and of the store.
+        settings: as in the URL, which they override.
 
     Raises:
         RendezvousError: if the URL is invalid, or no round completes within ``timeout``.
         ConfigurationError: if a setting is invalid.
     """
-    yield _join(url, seconds_of(timeout))
+    yield _join(url, seconds_of(timeout), settings)
     raise RendezvousError(
         f"{url!r} does not support re-rendezvous: close the store, and call rendezvous() again"
     )
 
 
-def _join(url: str, timeout: float) -> RendezvousResult:
+def _join(url: str, timeout: float, settings: dict[str, Any]) -> RendezvousResult:
     deadline = Deadline.after(timeout)
     while True:
-        handler = _handler(url, deadline.left())
+        handler = _handler(url, deadline.left(), settings)
         try:
             joined = handler.next_rendezvous()
         except BaseException as e:
@@ -71,12 +79,13 @@ def _join(url: str, timeout: float) -> RendezvousResult:
         return ElasticStore(joined, handler), joined.rank, joined.world_size
 
 
-def _handler(url: str, timeout: float) -> RendezvousHandler:
+def _handler(url: str, timeout: float, settings: dict[str, Any]) -> RendezvousHandler:
     parts = urlsplit(url)
     try:
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError as e:
         raise RendezvousError(f"the URL {url!r} cannot be read: {e}") from e
+    query |= {name: str(value) for name, value in settings.items()}
     if "rank" in query:
         raise RendezvousError(f"{SCHEME}:// assigns the ranks; pass no rank with {url!r}")
     if not query.get("run_id"):

@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from zmqgrad.environment import MAX_PORT, agent_serves_store, missing_variable, read_launch, torchrun_attempt
@@ -49,7 +49,7 @@ RendezvousResult = tuple[Store, int, int]
 """Store, rank, world size."""
 
 Handler = Callable[..., Iterator[RendezvousResult]]
-"""Called with the URL, and ``timeout`` by name; yields one result."""
+"""Called with the URL, and ``timeout`` and further arguments by name; yields one result."""
 
 
 class Request(NamedTuple):
@@ -100,7 +100,11 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 
 def rendezvous(
-    url: str, rank: int = -1, world_size: int = -1, timeout: timedelta | float = DEFAULT_TIMEOUT
+    url: str,
+    rank: int = -1,
+    world_size: int = -1,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    **kwargs: Any,
 ) -> Iterator[RendezvousResult]:
     """Find the other workers; yields ``(store, rank, world_size)``. Close the store when done.
 
@@ -108,6 +112,8 @@ def rendezvous(
         url: see the module.
         rank, world_size: override the URL and the environment; -1: not given.
         timeout: how long to wait for the store to reply, and the store's own timeout.
+        kwargs: for the handler of the scheme. ``elastic`` takes them as settings, as in its URL; the handlers
+            of the other schemes here ignore them, as torch's do.
 
     Raises:
         RendezvousError: if a setting is missing or invalid, or the port is in use.
@@ -123,7 +129,7 @@ def rendezvous(
     if handler is None:
         known = ", ".join(f"{name}://" for name in sorted({*_handlers, *_REGISTERED_BY}))
         raise RendezvousError(f"No rendezvous handler for {url!r}: its scheme must be one of {known}")
-    return handler(_with_arguments(url, rank, world_size), timeout=timeout)
+    return handler(_with_arguments(url, rank, world_size), timeout=timeout, **kwargs)
 
 
 def rendezvous_beside(
@@ -280,7 +286,9 @@ def check_rank(rank: int, world_size: int, where: str) -> None:
 def _once(find: Callable[[Request, timedelta | float], RendezvousResult]) -> Handler:
     """A handler that yields one result of ``find``."""
 
-    def handler(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[RendezvousResult]:
+    def handler(
+        url: str, timeout: timedelta | float = DEFAULT_TIMEOUT, **kwargs: Any
+    ) -> Iterator[RendezvousResult]:
         yield find(parse(url), timeout)
         raise RendezvousError(
             f"{url!r} does not support re-rendezvous: call rendezvous() again, or restart the workers"
