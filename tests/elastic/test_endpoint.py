@@ -9,15 +9,19 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.utils import store as torchelastic_store
 
 from tests.support.etcd import EtcdCluster, needs_etcd
 from tests.support.processes import free_port
+from zmqgrad.elastic import create_handler
 from zmqgrad.elastic.endpoint import is_this_host, open_endpoint, parse_endpoint
-from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
+from zmqgrad.errors import ConfigurationError, RendezvousConnectionError, StoreError
+from zmqgrad.interop.torchrun import TorchrunHandler
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,22 @@ def _run_two_agents(tmp_path: Path, backend: str, endpoint: str) -> None:
     said = [output.read_text() for output in outputs]
     assert [agent.returncode for agent in agents] == [0, 0], "\n\n".join(said)
     assert {"0 of 2: 7", "1 of 2: 7"} <= set("\n".join(said).splitlines()), said
+
+
+def test_torchs_exit_barrier_ends_when_an_agent_is_lost() -> None:
+    """It would wait for it for 300 s."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    conf = {"keep_alive_interval": "0.2", "last_call_timeout": "1"}
+    made = [create_handler("zmqgrad", endpoint, "job", 2, 2, **conf) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        adapted = [TorchrunHandler(handler, "zmqgrad", "127.0.0.1") for handler in made]
+        joined, _ = pool.map(lambda handler: handler.next_rendezvous(), adapted)
+    made[1].stop()  # its heartbeats end
+    with pytest.raises(StoreError, match=r"may never be set: .* left or was lost"):
+        torchelastic_store.barrier(joined.store, 2, "exit", barrier_timeout=300)
+    made[1].close(leave=False)
+    assert adapted[0].shutdown()
+    assert adapted[0].shutdown(), "it can be repeated"
 
 
 def test_the_documented_program_runs(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ torchelastic finds :func:`rendezvous_backend` and :func:`etcd_backend` by the en
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,18 @@ from torch.distributed.elastic import rendezvous as torchelastic
 from zmqgrad import errors
 from zmqgrad.elastic import RendezvousHandler, create_handler
 from zmqgrad.interop.stores import as_torch_store
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import PrefixStore, Store
+from zmqgrad.store.arguments import Timeout, seconds_of
 
 _OF_TORCHRUN = ("timeout",)
 """Settings that torchrun adds, for other backends."""
 
+LOOK_SECONDS = 1.0
+"""How long one wait for other agents takes at most: a node that died changes nothing in the store."""
+
 _ERRORS: dict[type[Exception], type[Exception]] = {
+    errors.RendezvousGracefulExitError: torchelastic.RendezvousGracefulExitError,
     errors.RendezvousClosedError: torchelastic.RendezvousClosedError,
     errors.RendezvousTimeoutError: torchelastic.RendezvousTimeoutError,
     errors.RendezvousStateError: torchelastic.RendezvousStateError,
@@ -36,6 +43,42 @@ def _torchelastic_errors() -> Iterator[None]:
         yield
     except errors.RendezvousError as e:
         raise _ERRORS.get(type(e), torchelastic.RendezvousError)(str(e)) from e
+
+
+class RoundStore(PrefixStore):
+    """The store of a round, for the agents. Waiting ends with an error once a node of the round is lost.
+
+    That node may have been the one to set the key: torch's exit barrier would wait for it for 300 s.
+
+    Args:
+        store: of the round.
+        handler: knows the nodes of the round.
+    """
+
+    def __init__(self, store: Store, handler: RendezvousHandler) -> None:
+        super().__init__("torchrun", store)
+        self._handler = handler
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """As :meth:`zmqgrad.store.Store.wait`.
+
+        Raises:
+            StoreError: if a key is missing, and a node of the round has left or was lost.
+            StoreTimeoutError: if not all keys exist within ``timeout``.
+        """
+        deadline = Deadline.after(self._timeout if timeout is None else seconds_of(timeout))
+        while True:
+            lost = self._handler.lost_nodes()
+            if lost:  # what they have set before is there by now
+                if self.check(keys):
+                    return
+                names = ", ".join(map(str, lost))
+                raise errors.StoreError(f"{', '.join(keys)} may never be set: {names} left or was lost")
+            try:
+                return super().wait(keys, min(LOOK_SECONDS, deadline.left()))
+            except errors.StoreTimeoutError:
+                if deadline.passed():
+                    raise
 
 
 class TorchrunHandler(torchelastic.RendezvousHandler):
@@ -60,7 +103,7 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
         """As :meth:`zmqgrad.elastic.RendezvousHandler.next_rendezvous`, with a store that torch can use."""
         with _torchelastic_errors():
             formed = self._handler.next_rendezvous()
-        store = as_torch_store(formed.store)
+        store = as_torch_store(RoundStore(formed.store, self._handler))
         info = torchelastic.RendezvousStoreInfo.build(formed.rank, store, self._local_addr)
         return torchelastic.RendezvousInfo(store, formed.rank, formed.world_size, info)
 
