@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.agent.nodes import Job, Node, exits, pause
+from tests.elastic.agent.nodes import FAST, Job, Node, exits, pause
 from zmqgrad.__main__ import main
 from zmqgrad.elastic.agent.addresses import usable_port
 from zmqgrad.store import TCPStore
@@ -114,16 +114,16 @@ elif size == "2" and {both}:
 """
 
 
-def test_a_worker_that_fails_because_a_node_was_lost_costs_no_restart(job: Job) -> None:
-    """It notices the loss before the agent does."""
-    code = LOSE.format(first="PeerLostError('w1 is gone')", both=False)
+@pytest.mark.parametrize("error", ["PeerLostError('w1 is gone')", "ValueError('connection closed')"])
+def test_a_worker_that_fails_because_a_node_was_lost_costs_no_restart(job: Job, error: str) -> None:
+    """It notices the loss before the agent does, whatever its error is."""
+    code = LOSE.format(first=error, both=False)
     nodes = [job.start(code) for _ in range(2)]
     workers = [node.find_workers(1, world_size=2) for node in nodes]
     stays = 0 if 0 in workers[0] else 1
     nodes[stays].find("ready")
     nodes[1 - stays].process.kill()
     os.kill(workers[stays][0], signal.SIGUSR1)
-    nodes[stays].find(r"worker 0 failed because it lost a peer or the store: waiting for news")
     nodes[stays].find(r"left or was lost: restart as 1 node$")
     nodes[stays].find_workers(1, world_size=1)
 
@@ -141,6 +141,39 @@ def test_the_cause_is_reported_and_not_the_worker_that_lost_the_store(job: Job) 
         report = node.text[node.text.rindex("failed first: exit code 1") - 30 :]
         assert "worker 0" in report
         assert "ValueError: the cause" in report
+        fault = r"worker 0 of node 0 at 127\.0\.0\.1 \(exit code 1\)"
+        assert re.search(
+            rf"^zmqgrad run: at fault first: {fault}; tried: 0 of 0 restarts\n\Z", node.text, re.M
+        )
+
+
+def test_the_node_that_was_lost_is_named_if_the_others_are_too_few(job: Job) -> None:
+    nodes = [job.start("", "--rdzv-conf", f"{FAST},join_timeout=4", nodes="2") for _ in range(2)]
+    workers = [node.find_workers(1, world_size=2) for node in nodes]
+    nodes[1].process.kill()
+    assert nodes[0].wait() == 1
+    lost = f"node {next(iter(workers[1]))} at 127.0.0.1, which left or was lost"
+    tried = "to join the next round, after 0 of 0 restarts"
+    assert nodes[0].text.endswith(f"\nzmqgrad run: at fault first: {lost}; tried: {tried}\n")
+
+
+def test_spares_take_the_rank_of_a_lost_node_or_leave_with_success(job: Job, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    code = f"import time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.02)\nsys.exit()"
+    nodes = [job.start(code, nodes="2") for _ in range(2)]
+    workers = [node.find_workers(1, world_size=2) for node in nodes]
+    spares = [job.start(code, nodes="2")]
+    spares[0].find(r"^zmqgrad run: spare 1 of 1: the job has all of its nodes \(2\)")
+    spares.append(job.start(code, nodes="2"))
+    spares[1].find(r"^zmqgrad run: spare 2 of 2: ")
+    nodes[1].process.kill()
+    assert spares[0].find_workers(1, world_size=2).keys() == workers[1].keys(), "the rank of the lost node"
+    assert nodes[0].find_workers(1, world_size=2).keys() == workers[0].keys()
+    spares[1].find(r"^zmqgrad run: spare 1 of 1: ")
+    done.touch()
+    ended = [nodes[0], *spares]
+    assert [node.wait() for node in ended] == [0, 0, 0], "\n".join(node.text for node in ended)
+    assert "zmqgrad run: the job has ended, and did not need this node" in spares[1].text
 
 
 @pytest.mark.parametrize("other", ["sys.exit()", "raise PeerLostError('w0 (worker 0) is gone')"])

@@ -10,15 +10,20 @@ from hypothesis import strategies as st
 
 from zmqgrad.elastic.agent.consequences import UNKNOWN, lost_peer
 from zmqgrad.elastic.agent.events import (
+    Asked,
+    Confirmed,
     Exited,
     Failure,
     Joined,
     Left,
     MembershipChanged,
+    Notice,
     RemoteFailure,
     RendezvousFailed,
 )
 from zmqgrad.elastic.agent.lifecycle import (
+    Ask,
+    Confirm,
     Effect,
     Event,
     GroupEnded,
@@ -39,7 +44,12 @@ from zmqgrad.elastic.agent.lifecycle import (
 )
 from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, place
 from zmqgrad.elastic.agent.supervision import Outcome, WorkerExited
-from zmqgrad.errors import RendezvousConnectionError
+from zmqgrad.errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
 
 SUCCESS = GroupEnded(Outcome(0))
 FAILED = GroupEnded(Outcome(1, WorkerExited(2, 1)), ("the reason",))
@@ -58,6 +68,11 @@ def placement(round: int = 0, restarts: int = 0) -> Placement:
     return place([node, node], 1, round)
 
 
+def alone(round: int = 0, restarts: int = 0) -> Placement:
+    """The only node."""
+    return place([NodeInfo("node", "role", 4, restarts, "10.0.0.1", 4711)], 0, round)
+
+
 def running(max_restarts: int = 3, restarts: int = 0) -> Lifecycle:
     """An agent whose workers run in round 0."""
     lifecycle = Lifecycle(max_restarts, is_distributed=True)
@@ -71,6 +86,14 @@ def running(max_restarts: int = 3, restarts: int = 0) -> Lifecycle:
 
 def actions(effects: list[Effect]) -> list[Effect]:
     return [effect for effect in effects if not isinstance(effect, Say)]
+
+
+def fails(lifecycle: Lifecycle, event: GroupEnded = FAILED) -> list[Effect]:
+    """A worker fails, and both nodes live."""
+    assert lifecycle.handle(event) == [Hold(), Ask(1)]
+    assert lifecycle.handle(Asked(0, 1)) == [Confirm(1)]
+    assert lifecycle.handle(Confirmed(0, 1)) == []
+    return lifecycle.handle(Confirmed(0, 0))
 
 
 def remote(final: bool, round: int = 0) -> RemoteFailure:
@@ -88,9 +111,9 @@ def test_rule_1_all_well() -> None:
 
 def test_rule_2_a_failure_here_restarts_all() -> None:
     lifecycle = running()
-    said, report, join = lifecycle.handle(FAILED)
+    said, report, join = fails(lifecycle)
     assert said == Say("worker 2 of node 1 failed (exit code 1), restart 1 of 3")
-    assert report == ReportFailure(Failure(2, 1, 1, False, ("the reason",)))
+    assert report == ReportFailure(Failure(2, 1, 1, False, ("the reason",), "10.0.0.1"))
     assert join == Join(1)
 
 
@@ -110,16 +133,26 @@ def test_rule_2_failures_of_one_round_cost_one_restart() -> None:
 
 def test_rule_2_no_restart_left() -> None:
     lifecycle = running(max_restarts=1, restarts=1)
-    failure = Failure(2, 1, 1, True, ("the reason",))
-    assert lifecycle.handle(FAILED) == [ReportFailure(failure), Leave(close=True)]
-    assert lifecycle.handle(Left()) == [Result(1, FAILED.outcome, failure)]
+    failure = Failure(2, 1, 1, True, ("the reason",), "10.0.0.1")
+    assert fails(lifecycle) == [ReportFailure(failure), Leave(close=True)]
+    fault = "worker 2 of node 1 at 10.0.0.1 (exit code 1)"
+    result = Result(1, FAILED.outcome, failure, at_fault=fault, tried="1 of 1 restarts")
+    assert lifecycle.handle(Left()) == [result]
 
 
 def test_rule_2_no_restart_left_there() -> None:
     lifecycle = running()
     assert lifecycle.handle(remote(final=True)) == [StopWorkers()]
     assert lifecycle.handle(STOPPED) == [Leave(close=True)]
-    assert lifecycle.handle(Left()) == [Result(7, STOPPED.outcome, remote(True).failure)]
+    assert lifecycle.handle(Left()) == [
+        Result(
+            7,
+            STOPPED.outcome,
+            remote(True).failure,
+            at_fault="worker 0 of node 0 (exit code 7)",
+            tried="0 of 3 restarts",
+        )
+    ]
 
 
 def test_rule_3_a_change_of_nodes_costs_no_restart() -> None:
@@ -135,7 +168,9 @@ def test_rule_4_without_a_lease_workers_are_killed() -> None:
     assert lifecycle.handle(STOPPED) == [Join(0)]
     error = RendezvousConnectionError("the store is gone")
     assert lifecycle.handle(RendezvousFailed(error)) == [Leave(close=False)]
-    assert lifecycle.handle(Left()) == [Result(1, error=error)]
+    fault = "this node, which did not reach the others in time"
+    tried = "to join the next round, after 0 of 3 restarts"
+    assert lifecycle.handle(Left()) == [Result(1, error=error, at_fault=fault, tried=tried)]
 
 
 def test_rule_4_also_while_they_stop() -> None:
@@ -151,6 +186,60 @@ def test_rule_5_workers_run_again_after_they_succeeded() -> None:
     again = running()
     again.handle(SUCCESS)
     assert actions(again.handle(MembershipChanged(0, "node 0 was lost"))) == [Join(0)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RendezvousClosedError("the job has ended"), 0),
+        (RendezvousConnectionError("no store"), 0),
+        (RendezvousTimeoutError("alone"), 1),
+    ],
+)
+def test_rule_5_a_node_that_has_succeeded_and_loses_its_lease(error: Exception, code: int) -> None:
+    """If the others have gone on without it, it runs its workers again."""
+    lifecycle = running()
+    lifecycle.handle(SUCCESS)
+    assert lifecycle.has_lease
+    assert actions(lifecycle.handle(LeaseLost())) == [Join(0)]
+    assert actions(lifecycle.handle(RendezvousFailed(error))) == [Leave(close=False)]
+    [result] = lifecycle.handle(Left())
+    assert isinstance(result, Result)
+    assert result.exit_code == code
+
+
+def test_a_spare_that_was_not_needed_leaves_with_success() -> None:
+    lifecycle = Lifecycle(3, is_distributed=True)
+    lifecycle.begin()
+    assert lifecycle.handle(Notice("spare 1 of 2")) == [Say("spare 1 of 2")]
+    error = RendezvousGracefulExitError("not needed")
+    assert actions(lifecycle.handle(RendezvousFailed(error))) == [Leave(close=False)]
+    assert lifecycle.handle(Left()) == [Result(0)]
+
+
+def test_the_first_fault_is_named_if_no_round_follows() -> None:
+    lifecycle = running()
+    lifecycle.handle(MembershipChanged(0, "node 0 of 2 left or was lost", "node 0 at 10.0.0.7"))
+    lifecycle.handle(LeaseLost())
+    lifecycle.handle(STOPPED)
+    error = RendezvousTimeoutError("too few")
+    lifecycle.handle(RendezvousFailed(error))
+    [result] = lifecycle.handle(Left())
+    assert isinstance(result, Result)
+    assert result.at_fault == "node 0 at 10.0.0.7"
+    assert result.tried == "to join the next round, after 0 of 3 restarts"
+
+
+def test_a_fault_that_another_round_has_mended_is_not_named() -> None:
+    lifecycle = running(max_restarts=0)
+    lifecycle.handle(MembershipChanged(0, "node 0 of 2 left or was lost", "node 0 at 10.0.0.7"))
+    lifecycle.handle(STOPPED)
+    lifecycle.handle(Joined(placement(1)))
+    lifecycle.handle(remote(final=True, round=1))
+    lifecycle.handle(STOPPED)
+    [result] = lifecycle.handle(Left())
+    assert isinstance(result, Result)
+    assert result.at_fault == "worker 0 of node 0 (exit code 7)"
 
 
 def test_rule_6_a_signal() -> None:
@@ -169,43 +258,80 @@ def test_rule_6_while_it_joins_and_again_while_it_leaves() -> None:
 
 
 def test_rule_7_a_failure_that_follows_a_lost_node_costs_no_restart() -> None:
+    """Whatever error it has: gloo's, for example."""
+    lifecycle = running(max_restarts=0)
+    assert lifecycle.handle(FAILED) == [Hold(), Ask(1)]
+    assert lifecycle.handle(Asked(0, 1)) == [Confirm(1)]
+    assert lifecycle.handle(Confirmed(0, 1)) == []
+    assert actions(lifecycle.handle(MembershipChanged(0, "node 0 was lost", "node 0"))) == [Join(0)]
+    assert lifecycle.handle(HoldEnded()) == []
+    assert lifecycle.handle(Confirmed(0, 0)) == []
+
+
+def test_rule_7_the_node_that_asks_first_decides() -> None:
+    """It may have failed before this one did, so replies to it are no replies to this one."""
+    lifecycle = running(max_restarts=0)
+    assert lifecycle.handle(Asked(0, 0)) == [Confirm(1)]
+    lifecycle.handle(FAILED)
+    assert [lifecycle.handle(Confirmed(0, rank)) for rank in (0, 1)] == [[], []]
+    assert actions(lifecycle.handle(remote(final=True))) == [Leave(close=True)]
+
+
+def test_rule_7_a_node_that_leaves_does_not_reply() -> None:
+    lifecycle = running()
+    assert lifecycle.handle(Interrupted(signal.SIGTERM)) == []
+    assert lifecycle.handle(Asked(0, 0)) == []
+    outcome = Outcome(143, interrupted_by=signal.SIGTERM)
+    assert lifecycle.handle(GroupEnded(outcome)) == [Leave(close=False)]
+
+
+def test_rule_7_a_node_whose_workers_have_ended_replies() -> None:
+    for event in (SUCCESS, LOST_PEER):
+        lifecycle = running()
+        lifecycle.handle(event)
+        assert lifecycle.handle(Asked(0, 0)) == [Confirm(1)]
+
+
+def test_rule_8_a_consequence_of_a_lost_node() -> None:
     lifecycle = running(max_restarts=0)
     assert actions(lifecycle.handle(LOST_PEER)) == HELD
     assert actions(lifecycle.handle(MembershipChanged(0, "node 0 was lost"))) == [Join(0)]
-    assert lifecycle.handle(HoldEnded()) == []
 
 
-def test_rule_7_the_first_failure_of_another_node_is_the_cause() -> None:
+def test_rule_8_the_first_failure_of_another_node_is_the_cause() -> None:
     lifecycle = running(max_restarts=0)
     assert actions(lifecycle.handle(LOST_STORE)) == HELD
     assert actions(lifecycle.handle(remote(final=True))) == [Leave(close=True)]
-    assert lifecycle.handle(Left()) == [Result(7, FAILED.outcome, remote(True).failure)]
+    [result] = lifecycle.handle(Left())
+    assert isinstance(result, Result)
+    assert (result.exit_code, result.failure) == (7, remote(True).failure)
 
 
-@pytest.mark.parametrize("end", [HoldEnded(), RendezvousFailed(RendezvousConnectionError("no store"))])
-def test_rule_7_without_news_the_failure_counts(end: Event) -> None:
+@pytest.mark.parametrize("failed", [FAILED, LOST_PEER])
+def test_rule_9_without_news_the_failure_counts(failed: GroupEnded) -> None:
     lifecycle = running()
-    lifecycle.handle(LOST_PEER)
-    said, report, join = lifecycle.handle(end)
+    lifecycle.handle(failed)
+    assert lifecycle.handle(RendezvousFailed(RendezvousConnectionError("no store"))) == []
+    said, report, join = lifecycle.handle(HoldEnded())
     assert said == Say("worker 2 of node 1 failed (exit code 1), restart 1 of 3")
-    assert report == ReportFailure(Failure(2, 1, 1, False, LOST_PEER.lines))
+    assert report == ReportFailure(Failure(2, 1, 1, False, failed.lines, "10.0.0.1"))
     assert join == Join(1)
 
 
 @pytest.mark.parametrize("is_known_before", [True, False])
 @pytest.mark.parametrize("lost", [LOST_PEER, LOST_STORE])
-def test_rule_7_the_failure_counts_if_the_lost_peer_has_succeeded(
+def test_rule_8_the_failure_counts_if_the_lost_peer_has_succeeded(
     lost: GroupEnded, is_known_before: bool
 ) -> None:
     lifecycle = running()
     effects = []
     for event in (Exited(0, 0, True), lost) if is_known_before else (lost, Exited(0, 0, True)):
         effects += actions(lifecycle.handle(event))
-    assert effects == [*HELD, ReportFailure(Failure(2, 1, 1, False, lost.lines)), Join(1)]
+    assert effects == [*HELD, ReportFailure(Failure(2, 1, 1, False, lost.lines, "10.0.0.1")), Join(1)]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_rule_7_the_failure_counts_if_no_worker_is_left_and_it_is_the_first(is_first: bool) -> None:
+def test_rule_8_the_failure_counts_if_no_worker_is_left_and_it_is_the_first(is_first: bool) -> None:
     lifecycle = running()
     lifecycle.handle(LOST_PEER)
     ranks = (2, 3, 0, 1) if is_first else (0, 1, 2, 3)
@@ -215,18 +341,21 @@ def test_rule_7_the_failure_counts_if_no_worker_is_left_and_it_is_the_first(is_f
     assert (lifecycle.phase is Phase.HOLDING) != is_first
 
 
-def test_rule_7_a_node_that_is_cut_off_ends_the_job_of_no_other() -> None:
+@pytest.mark.parametrize("failed", [FAILED, LOST_PEER])
+def test_rule_7_a_node_that_is_cut_off_ends_the_job_of_no_other(failed: GroupEnded) -> None:
     lifecycle = running(max_restarts=0)
-    lifecycle.handle(LOST_PEER)
+    lifecycle.handle(failed)
+    assert lifecycle.handle(RendezvousFailed(RendezvousConnectionError("no store"))) == []
     assert lifecycle.has_lease
     assert actions(lifecycle.handle(LeaseLost())) == [Join(0)]
 
 
 def test_rule_7_needs_other_nodes() -> None:
-    alone = Lifecycle(3, is_distributed=True)
-    alone.begin()
-    alone.handle(Joined(place([NodeInfo("node", "role", 4, 0, "10.0.0.1", 4711)], 0, 0)))
-    assert actions(alone.handle(LOST_PEER))[-1] == Join(1)
+    for failed in (FAILED, LOST_PEER):
+        lifecycle = Lifecycle(3, is_distributed=True)
+        lifecycle.begin()
+        lifecycle.handle(Joined(alone()))
+        assert actions(lifecycle.handle(failed))[-1] == Join(1)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +365,8 @@ def test_rule_7_needs_other_nodes() -> None:
         ("zmqgrad.errors.RemoteError: PeerLostError", None),
         ("zmqgrad.errors.PeerLostError: w1 (worker 12) is gone", 12),
         ("zmqgrad.errors.PeerLostError", UNKNOWN),
+        ("RuntimeError: [/w/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:3", UNKNOWN),
+        ("RuntimeError: Connection closed by peer", None),
         ("zmqgrad.errors.StoreTimeoutError: get timed out: no store answered at h:1", 0),
     ],
 )
@@ -243,10 +374,13 @@ def test_what_is_a_consequence(last: str, peer: int | None) -> None:
     assert lost_peer(["Traceback (most recent call last):", last, "[0] bye"]) == peer
 
 
-@pytest.mark.parametrize("late", [MembershipChanged(0, "a node joined"), remote(True), Exited(0, 0, True)])
+@pytest.mark.parametrize(
+    "late",
+    [MembershipChanged(0, "a node joined"), remote(True), Exited(0, 0, True), Asked(0, 0), Confirmed(0, 0)],
+)
 def test_events_of_an_earlier_round_change_nothing(late: Event) -> None:
     lifecycle = running()
-    lifecycle.handle(FAILED)
+    fails(lifecycle)
     assert lifecycle.handle(late) == []
     lifecycle.handle(Joined(placement(1, restarts=1)))
     assert lifecycle.handle(late) == []
@@ -255,9 +389,9 @@ def test_events_of_an_earlier_round_change_nothing(late: Event) -> None:
 def test_a_single_node_reports_to_nobody() -> None:
     lifecycle = Lifecycle(1, is_distributed=False)
     lifecycle.begin()
-    assert lifecycle.handle(Joined(placement())) == [StartWorkers(placement())]
+    assert lifecycle.handle(Joined(alone())) == [StartWorkers(alone())]
     assert lifecycle.handle(FAILED) == [Say("worker 2 failed (exit code 1), restart 1 of 1"), Join(1)]
-    lifecycle.handle(Joined(placement(1, restarts=1)))
+    lifecycle.handle(Joined(alone(1, restarts=1)))
     assert lifecycle.handle(SUCCESS) == [Leave(close=True)]
 
 
@@ -266,6 +400,8 @@ events = st.one_of(
     st.builds(remote, st.booleans(), st.integers(0, 3)),
     st.builds(Exited, st.integers(0, 3), st.integers(0, 3), st.booleans()),
     st.just(RendezvousFailed(RendezvousConnectionError("the store is gone"))),
+    st.builds(Asked, st.integers(0, 3), st.integers(0, 1)),
+    st.builds(Confirmed, st.integers(0, 3), st.integers(0, 1)),
     st.just(LeaseLost()),
     st.just(HoldEnded()),
     st.builds(Interrupted, st.sampled_from([signal.SIGINT, signal.SIGTERM])),

@@ -16,6 +16,8 @@ from zmqgrad.elastic.agent.coordination import Coordinator
 from zmqgrad.elastic.agent.group import WorkerGroup
 from zmqgrad.elastic.agent.lease_guard import LeaseGuard
 from zmqgrad.elastic.agent.lifecycle import (
+    Ask,
+    Confirm,
     Effect,
     Event,
     GroupEnded,
@@ -147,18 +149,17 @@ class _Agent:
     def _step(self) -> Result | None:
         """Process everything that has happened."""
         signums = self._signals.take()
+        if self._group is not None and self._listener.output_closed and self._group.is_running:
+            signums.append(signal.SIGPIPE)
+        # First: a node that leaves must not tell the others that it lives, once its workers end.
+        result = self._handle_all([Interrupted(signum) for signum in signums])
         if self._group is not None:
-            result = self._check_group(signums)
-        else:
-            result = self._handle_all([Interrupted(signum) for signum in signums])
+            result = result or self._check_group(signums)
         return result or self._handle_all(self._spec.coordinator.events.take())
 
     def _check_group(self, signums: Sequence[int]) -> Result | None:
         assert self._group is not None
-        received = [SignalReceived(signum) for signum in signums]
-        if self._listener.output_closed and self._group.is_running:
-            received.append(SignalReceived(signal.SIGPIPE))
-        outcome = self._group.handle(received)
+        outcome = self._group.handle([SignalReceived(signum) for signum in signums])
         return None if outcome is None else self._on_group_ended(outcome)
 
     def _on_group_ended(self, outcome: Outcome) -> Result | None:
@@ -211,6 +212,10 @@ class _Agent:
                     coordinator.report_failure(failure)
                 case ReportExits(ranks, succeeded):
                     coordinator.report_exits(ranks, succeeded)
+                case Ask(node_rank):
+                    coordinator.ask(node_rank)
+                case Confirm(node_rank):
+                    coordinator.confirm(node_rank)
                 case Hold():
                     self._hold_until = self._clock.now() + coordinator.notice_seconds()
                 case Leave(close):

@@ -9,6 +9,7 @@ UNKNOWN = -1
 """A lost peer that the traceback does not name."""
 
 _LOST_STORE = re.compile(r"zmqgrad\.errors\.\w+: .*(the store no longer replies|no store answered)")
+_LOST_CONNECTION = re.compile(r"RuntimeError: .*\bgloo/transport/\S*\] Connection (closed|reset) by peer")
 _LOST_PEER = re.compile(r"zmqgrad\.errors\.PeerLostError\b(?:.*?\(worker (\d+)\))?")
 
 
@@ -18,7 +19,13 @@ def lost_peer(lines: Sequence[str]) -> int | None:
     Args:
         lines: the traceback of the worker that failed.
     """
-    last = next((line for line in reversed(lines) if line.startswith("zmqgrad.errors.")), "")
+    for last in reversed(lines):
+        if _LOST_CONNECTION.match(last):
+            return UNKNOWN
+        if last.startswith("zmqgrad.errors."):
+            break
+    else:
+        return None
     if _LOST_STORE.match(last):
         return 0  # it serves the store
     lost = _LOST_PEER.match(last)

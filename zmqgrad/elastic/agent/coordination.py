@@ -80,6 +80,14 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
+    def ask(self, node_rank: int) -> None:
+        """Ask all agents of the round whether they live, unless one has. Posts Asked at each, also here."""
+
+    @abstractmethod
+    def confirm(self, node_rank: int) -> None:
+        """Reply that this agent, of that node, lives. Posts Confirmed at each."""
+
+    @abstractmethod
     def leave(self, close: bool) -> None:
         """Leave the job; with ``close``, end it for all nodes. Posts Left."""
 
@@ -116,6 +124,12 @@ class SingleNode(Coordinator):
         pass
 
     def report_exits(self, ranks: Sequence[int], succeeded: bool) -> None:
+        pass
+
+    def ask(self, node_rank: int) -> None:
+        pass
+
+    def confirm(self, node_rank: int) -> None:
         pass
 
     def leave(self, close: bool) -> None:

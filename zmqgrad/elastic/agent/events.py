@@ -19,6 +19,7 @@ class Failure:
         code: its exit code, or minus the signal that killed it.
         final: whether the job ends, because no restart is left.
         lines: its traceback, or the end of its stderr.
+        host: address of its node.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class Failure:
     code: int
     final: bool
     lines: tuple[str, ...] = ()
+    host: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -59,10 +61,17 @@ class Joined:
 
 @dataclass(frozen=True)
 class MembershipChanged:
-    """Event: nodes joined or left, so another round must begin. ``text`` says what happened."""
+    """Event: nodes joined or left, so another round must begin.
+
+    Args:
+        round: that is over.
+        text: what happened.
+        lost: the nodes that left or were lost; empty: none.
+    """
 
     round: int
     text: str
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,29 @@ class Exited:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Event: a worker of node ``node_rank`` has failed, which asks all nodes whether they live."""
+
+    round: int
+    node_rank: int
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """Event: node ``node_rank`` has replied to the question. So it was alive after the failure."""
+
+    round: int
+    node_rank: int
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Event: what joining waits for, as text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class RendezvousFailed:
     """Event: the other agents cannot be reached, or refuse this one."""
 
@@ -100,4 +132,6 @@ class Left:
     """Event: this agent has left the job, and no other agent needs it."""
 
 
-CoordinatorEvent = Joined | MembershipChanged | RemoteFailure | Exited | RendezvousFailed | Left
+CoordinatorEvent = (
+    Joined | MembershipChanged | RemoteFailure | Exited | Asked | Confirmed | Notice | RendezvousFailed | Left
+)

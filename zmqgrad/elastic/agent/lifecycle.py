@@ -8,33 +8,40 @@ The rules:
 3. Nodes that join or are lost end the round, too. That costs no restart.
 4. An agent without a lease kills its workers at once: the others may have begun a round without it.
 5. When the workers of this node have succeeded, the agent waits for those of the other nodes. If these fail,
-   it runs its workers again.
+   or it loses its lease, it runs its workers again.
 6. An agent that received a signal leaves the job; the others go on without it.
-7. A worker that fails because it lost a peer or the store is most likely not the first to fail: its failure
-   is held, and counts if the lost peer ended with success, or if all workers have ended and none failed for
-   another reason. Otherwise another failure or a lost node follows. Only the loss of an agent is noticed by
-   time: after that time, the failure counts, too.
+7. A failure counts only if no node was lost, whatever error the worker had: it is held, and all agents are
+   asked whether they live. Each replies at once, unless it has received a signal. The first agent that asks
+   decides for the others: when all have replied, the failure counts; otherwise, a lost node follows.
+8. A worker that fails because it lost a peer or the store is most likely not the first to fail: its agent
+   asks nobody, and the failure counts if the lost peer ended with success, or if all workers have ended and
+   none failed for another reason. Otherwise another failure or a lost node follows.
+9. The loss of an agent is noticed by time: after that time, a failure that is held counts.
 """
 
 from __future__ import annotations
 
 import enum
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zmqgrad.elastic.agent.consequences import lost_peer
 from zmqgrad.elastic.agent.events import (
+    Asked,
+    Confirmed,
     CoordinatorEvent,
     Exited,
     Failure,
     Joined,
     Left,
     MembershipChanged,
+    Notice,
     RemoteFailure,
     RendezvousFailed,
 )
 from zmqgrad.elastic.agent.ranks import Placement
 from zmqgrad.elastic.agent.supervision import Outcome
+from zmqgrad.errors import RendezvousGracefulExitError, RendezvousTimeoutError
 
 EXIT_FAILED = 1
 
@@ -59,7 +66,7 @@ class LeaseLost:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Event: the agent received a signal while it has no workers."""
+    """Event: the agent received a signal. If it has workers, GroupEnded follows."""
 
     signum: int
 
@@ -104,6 +111,20 @@ class ReportExits:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """Effect: ask all agents whether they live, as node ``node_rank``; see :class:`Asked`."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True)
+class Confirm:
+    """Effect: reply that node ``node_rank``, this one, does."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True)
 class Hold:
     """Effect: wait until a lost node would have been noticed, then send HoldEnded."""
 
@@ -130,6 +151,8 @@ class Result:
         outcome: of the last group of workers; None: no group has run.
         failure: of the worker that failed first, on any node.
         error: why the job cannot go on, if no worker failed.
+        at_fault: the node, or the worker, whose fault came first; empty: unknown, or nothing went wrong.
+        tried: what was done about it.
     """
 
     exit_code: int
@@ -137,9 +160,23 @@ class Result:
     failure: Failure | None = None
     error: Exception | None = None
     interrupted_by: int | None = None
+    at_fault: str = ""
+    tried: str = ""
 
 
-Effect = Join | StartWorkers | StopWorkers | ReportFailure | ReportExits | Hold | Leave | Say | Result
+Effect = (
+    Join
+    | StartWorkers
+    | StopWorkers
+    | ReportFailure
+    | ReportExits
+    | Ask
+    | Confirm
+    | Hold
+    | Leave
+    | Say
+    | Result
+)
 
 
 class Phase(enum.Enum):
@@ -173,6 +210,11 @@ class Lifecycle:
         self._failure: Failure | None = None
         self._held: GroupEnded | None = None
         self._exits: dict[int, bool] = {}  # whether each worker of the round that ended has succeeded
+        self._asker: int | None = None  # the node that has asked first in this round
+        self._alive: set[int] = set()  # the nodes that have replied
+        self._has_signal = False
+        self._has_succeeded = False  # the workers of this node have; whether the others did is unknown
+        self._at_fault = ""  # what went wrong first since the last round began
         self._outcome: Outcome | None = None
         self._result: Result | None = None
 
@@ -182,8 +224,8 @@ class Lifecycle:
 
     @property
     def has_lease(self) -> bool:
-        """Whether workers run, or a failure is held that counts in this round only. Both need a lease."""
-        return self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.HOLDING)
+        """Whether workers run, or the agent waits for what happens in this round. Both need a lease."""
+        return self.phase in _IN_ROUND
 
     def handle(self, event: Event) -> list[Effect]:
         """Process ``event`` and return the effects."""
@@ -192,12 +234,18 @@ class Lifecycle:
         match event:
             case Joined(place):
                 return self._on_joined(place)
-            case MembershipChanged(round, text):
-                return self._on_membership(text) if self._is_current(round) else []
+            case MembershipChanged(round, text, lost):
+                return self._on_membership(text, lost) if self._is_current(round) else []
             case RemoteFailure(round, failure):
                 return self._on_remote_failure(failure) if self._is_current(round) else []
             case Exited(round, rank, succeeded):
                 return self._on_exited(rank, succeeded) if self._is_current(round) else []
+            case Asked(round, node_rank):
+                return self._on_asked(node_rank) if self._is_current(round) else []
+            case Confirmed(round, node_rank):
+                return self._on_confirmed(node_rank) if self._is_current(round) else []
+            case Notice(text):
+                return [Say(text)] if self.phase is Phase.JOINING else []
             case RendezvousFailed(error):
                 return self._on_rendezvous_failed(error)
             case GroupEnded():
@@ -212,11 +260,7 @@ class Lifecycle:
                 return self._finish() if self.phase is Phase.LEAVING else []
 
     def _is_current(self, round: int) -> bool:
-        return (
-            self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.HOLDING, Phase.SUCCEEDED)
-            and self._place is not None
-            and self._place.round == round
-        )
+        return self.phase in _IN_ROUND and self._place is not None and self._place.round == round
 
     def _on_joined(self, place: Placement) -> list[Effect]:
         if self.phase is not Phase.JOINING:
@@ -226,6 +270,9 @@ class Lifecycle:
         self._restarts = place.restarts
         self._failure = None
         self._exits = {}
+        self._asker, self._alive = None, set()
+        self._has_succeeded = False
+        self._at_fault = ""
         said: list[Effect] = []
         if self._is_distributed:
             said = [Say(describe(place))]
@@ -233,7 +280,8 @@ class Lifecycle:
             said = [Say(f"{place.world_size} workers meet at {place.master_addr}:{place.master_port}")]
         return [*said, StartWorkers(place)]
 
-    def _on_membership(self, text: str) -> list[Effect]:
+    def _on_membership(self, text: str, lost: str) -> list[Effect]:
+        self._at_fault = self._at_fault or lost
         if self.phase in (Phase.HOLDING, Phase.SUCCEEDED):
             return [Say(text), *self._join()]
         if self.phase is Phase.STOPPING:
@@ -245,6 +293,7 @@ class Lifecycle:
         if self._failure is not None:
             return []
         self._failure = failure
+        self._at_fault = self._at_fault or _describe(failure)
         said: list[Effect] = [] if self._is_final(failure) else [Say(self._describe_restart(failure))]
         if self.phase in (Phase.HOLDING, Phase.SUCCEEDED):
             return [*said, *self._after_failure()]
@@ -271,23 +320,36 @@ class Lifecycle:
                 return self._on_hold_ended()
         return []
 
+    def _on_asked(self, node_rank: int) -> list[Effect]:
+        self._asker = node_rank
+        if self._has_signal or self.phase is Phase.STOPPING or self._place is None:
+            return []
+        return [Confirm(self._place.node_rank)]
+
+    def _on_confirmed(self, node_rank: int) -> list[Effect]:
+        assert self._place is not None
+        self._alive.add(node_rank)
+        is_decided = len(self._alive) == self._place.num_nodes and self._asker == self._place.node_rank
+        return self._on_hold_ended() if is_decided else []
+
     def _on_rendezvous_failed(self, error: Exception) -> list[Effect]:
-        match self.phase:
-            case Phase.JOINING:
-                return self._leave(Result(EXIT_FAILED, error=error), close=False)
-            case Phase.SUCCEEDED:
-                # The agent that served the store leaves last, so it has most likely seen all succeed.
-                said = Say(f"the workers of this node have succeeded; the other nodes are unknown: {error}")
-                return [said, *self._leave(Result(0, self._outcome), close=False)]
-            case Phase.HOLDING:
-                return self._on_hold_ended()
-            case _:
-                return []  # while workers run the lease decides; while leaving, Left follows
+        if self.phase is not Phase.JOINING:
+            return []  # in a round the lease decides; while leaving, Left follows
+        if isinstance(error, RendezvousGracefulExitError):
+            said = Say("the job has ended, and did not need this node")
+        elif self._has_succeeded and not isinstance(error, RendezvousTimeoutError):
+            # The agent that served the store leaves last, so it has most likely seen all succeed.
+            said = Say(f"the workers of this node have succeeded; the other nodes are unknown: {error}")
+        else:
+            return self._leave(Result(EXIT_FAILED, error=error), close=False)
+        return [said, *self._leave(Result(0, self._outcome), close=False)]
 
     def _on_lease_lost(self) -> list[Effect]:
         if not self.has_lease:
             return []
-        if self.phase is Phase.HOLDING:
+        self._at_fault = self._at_fault or "this node, which did not reach the others in time"
+        if self.phase in (Phase.HOLDING, Phase.SUCCEEDED):
+            self._has_succeeded = self.phase is Phase.SUCCEEDED
             return [
                 Say("the other nodes were not reached in time and may go on without this one"),
                 *self._join(),
@@ -300,6 +362,9 @@ class Lifecycle:
         return [*([] if said else [Say(text)]), StopWorkers(signal.SIGKILL)]
 
     def _on_interrupted(self, signum: int) -> list[Effect]:
+        self._has_signal = True
+        if self.phase in (Phase.RUNNING, Phase.STOPPING):
+            return []
         result = Result(128 + signum, self._outcome, interrupted_by=signum)
         if self.phase is Phase.LEAVING:
             return self._finish() if self._result is not None else []
@@ -307,13 +372,14 @@ class Lifecycle:
 
     def _on_group_ended(self, event: GroupEnded) -> list[Effect]:
         outcome = self._outcome = event.outcome
+        self._has_signal = outcome.interrupted_by is not None
         if outcome.interrupted_by is not None:
             result = Result(outcome.exit_code, outcome, interrupted_by=outcome.interrupted_by)
             return self._leave(result, close=False)
         if self._failure is not None:
             return self._after_failure()
         if outcome.first_failure is not None:
-            return self._hold(event) or self._on_local_failure(event)
+            return self._hold(event)
         if self.phase is Phase.STOPPING and outcome.stopped:
             return self._join()
         if not self._is_distributed:
@@ -324,11 +390,15 @@ class Lifecycle:
         return self._check_exits()
 
     def _hold(self, event: GroupEnded) -> list[Effect]:
-        """Wait for the cause of a failure that looks like the consequence of another one, if it does."""
+        """Find out whether a failure is the consequence of a lost node, or of another failure."""
         failed, place = event.outcome.first_failure, self._place
-        if failed is None or place is None or place.num_nodes == 1 or lost_peer(event.lines) is None:
-            return []
+        assert failed is not None
+        assert place is not None
         self.phase, self._held = Phase.HOLDING, event
+        if place.num_nodes == 1:
+            return self._on_hold_ended()
+        if lost_peer(event.lines) is None:
+            return [Hold(), Ask(place.node_rank)]
         text = (
             f"worker {failed.rank} failed because it lost a peer or the store: waiting for news of its node"
         )
@@ -344,7 +414,9 @@ class Lifecycle:
         assert failed is not None
         assert self._place is not None
         final = self._restarts >= self._max_restarts
-        self._failure = Failure(failed.rank, self._place.node_rank, failed.code, final, event.lines)
+        place = self._place
+        self._failure = Failure(failed.rank, place.node_rank, failed.code, final, event.lines, place.address)
+        self._at_fault = self._at_fault or _describe(self._failure)
         said: list[Effect] = [] if final else [Say(self._describe_restart(self._failure))]
         report: list[Effect] = [ReportFailure(self._failure)] if self._is_distributed else []
         return [*said, *report, *self._after_failure()]
@@ -368,6 +440,11 @@ class Lifecycle:
 
     def _leave(self, result: Result, close: bool) -> list[Effect]:
         self.phase = Phase.LEAVING
+        if self._is_distributed and self._at_fault and (result.failure or result.error):
+            tried = f"{self._restarts} of {self._max_restarts} restarts"
+            if result.error is not None:
+                tried = f"to join the next round, after {tried}"
+            result = replace(result, at_fault=self._at_fault, tried=tried)
         self._result = result
         return [Leave(close)]
 
@@ -378,12 +455,24 @@ class Lifecycle:
 
     def _describe_restart(self, failure: Failure) -> str:
         where = f" of node {failure.node_rank}" if self._is_distributed else ""
-        how = f"exit code {failure.code}" if failure.code > 0 else f"killed by {signal_name(-failure.code)}"
+        how = _describe_code(failure)
         restart = f"restart {self._restarts + 1} of {self._max_restarts}"
         return f"worker {failure.rank}{where} failed ({how}), {restart}"
 
     def __repr__(self) -> str:
         return f"<Lifecycle {self.phase.value}, {self._restarts} of {self._max_restarts} restarts>"
+
+
+_IN_ROUND = (Phase.RUNNING, Phase.STOPPING, Phase.HOLDING, Phase.SUCCEEDED)
+
+
+def _describe(failure: Failure) -> str:
+    where = f"node {failure.node_rank}{' at ' if failure.host else ''}{failure.host}"
+    return f"worker {failure.rank} of {where} ({_describe_code(failure)})"
+
+
+def _describe_code(failure: Failure) -> str:
+    return f"exit code {failure.code}" if failure.code > 0 else f"killed by {signal_name(-failure.code)}"
 
 
 def describe(place: Placement) -> str:

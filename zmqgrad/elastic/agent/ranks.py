@@ -66,6 +66,8 @@ class Placement(NamedTuple):
     master_port: int
     restarts: int
     """Restarts of the whole job so far, equal on all nodes."""
+    address: str = ""
+    """Of this node."""
 
     @property
     def ranks(self) -> range:
@@ -113,4 +115,5 @@ def place(infos: Sequence[NodeInfo], node_rank: int, round: int) -> Placement:
         master_addr=infos[0].address,
         master_port=infos[0].port,
         restarts=max(info.restarts for info in infos),
+        address=own.address,
     )

@@ -1,7 +1,8 @@
 """Agrees with the agents of other nodes through a rendezvous, and the store of each of its rounds.
 
 Keys in the store of a round: ``agent/node/<rank>``: what each agent publishes (NodeInfo); ``agent/failure``:
-the first failure; ``agent/exit/<rank of a worker>``: whether it succeeded (see Exited);
+the first failure that counts; ``agent/exit/<rank of a worker>``: whether it succeeded (see Exited);
+``agent/asked``: the first node that had a failure, and ``agent/alive/<rank>``: each agent's reply to it;
 ``agent/left/<rank>``, at the end of the job.
 
 One thread carries out the calls in order, because each may wait for other nodes. A second one, for each
@@ -18,11 +19,14 @@ from contextlib import suppress
 
 from zmqgrad.elastic.agent.coordination import Coordinator
 from zmqgrad.elastic.agent.events import (
+    Asked,
+    Confirmed,
     Exited,
     Failure,
     Joined,
     Left,
     MembershipChanged,
+    Notice,
     RemoteFailure,
     RendezvousFailed,
 )
@@ -31,6 +35,7 @@ from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, in_order, place
 from zmqgrad.elastic.backends.store import store_is_lost
 from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
 from zmqgrad.errors import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousTimeoutError,
@@ -54,6 +59,8 @@ CLOSE_SECONDS = 5.0
 _FAILURE = "agent/failure"
 _NODE = "agent/node/"
 _EXIT = "agent/exit/"
+_ASKED = "agent/asked"
+_ALIVE = "agent/alive/"
 _SUCCESS = b"succeeded"
 _LEFT = "agent/left/"
 
@@ -91,6 +98,12 @@ class RendezvousCoordinator(Coordinator):
         for rank in ranks:
             self._report_first(f"{_EXIT}{rank}", value)
 
+    def ask(self, node_rank: int) -> None:
+        self._report_first(_ASKED, str(node_rank))
+
+    def confirm(self, node_rank: int) -> None:
+        self._report_first(f"{_ALIVE}{node_rank}", "alive")
+
     def leave(self, close: bool) -> None:
         self._closing.set()
         if self._opened is None:  # still connecting: nobody knows this node
@@ -124,7 +137,8 @@ class RendezvousCoordinator(Coordinator):
             except Exception as error:
                 if isinstance(error, StoreError) and not self._serves_rounds:
                     error = store_is_lost(error)  # the rounds share the store of the rendezvous
-                self._is_lost |= isinstance(error, RendezvousConnectionError)
+                # Then there is nothing to leave, or nobody who could be told.
+                self._is_lost |= isinstance(error, RendezvousConnectionError | RendezvousClosedError)
                 self.events.post(RendezvousFailed(error))
         self._end_round()
         if self._opened is not None:
@@ -135,15 +149,17 @@ class RendezvousCoordinator(Coordinator):
         self._end_round()
         if self._opened is None:
             self._opened = self._open()
+            self._opened.notify = lambda text: self.events.post(Notice(text))
         handler = self._opened
         deadline = Deadline.after(self._opened.settings.timeout.join)
         while not self._closing.is_set():
             formed = handler.next_rendezvous()
+            self._is_lost = False
             formed.store.set_timeout(reply_seconds(handler.settings.expiry_seconds))
             try:
                 found = self._agree(formed, restarts, deadline)
             except StoreError as error:
-                if not self._serves_rounds or deadline.passed():
+                if deadline.passed():
                     raise
                 logger.info("round %d has lost its store: %s", formed.round, error)
                 continue
@@ -242,6 +258,7 @@ class _Round:
         self.place = placement
         self._handler = handler
         self._rank_of = {info.node: rank for rank, info in enumerate(infos)}
+        self._addresses = [info.address for info in infos]
         self._workers = [place(infos, rank, placement.round).ranks for rank in range(len(infos))]
         self._post = post
         self._succeeded: set[int] = set()  # workers
@@ -296,6 +313,10 @@ class _Round:
                 with self._lock:
                     self._succeeded.add(rank)
             self._post(Exited(self.place.round, rank, succeeded))
+        elif key == _ASKED:
+            self._post(Asked(self.place.round, int(new)))
+        elif key.startswith(_ALIVE):
+            self._post(Confirmed(self.place.round, int(key[len(_ALIVE) :])))
 
     def _on_failure(self, data: bytes) -> None:
         with self._lock:
@@ -308,14 +329,14 @@ class _Round:
 
     def _monitor(self) -> None:
         while not self._ended.is_set():
-            text = self._change()
-            if text is not None:
+            change = self._change()
+            if change is not None:
                 if not self._ended.is_set():
-                    self._post(MembershipChanged(self.place.round, text))
+                    self._post(change)
                 return
             self._handler.wait_for_change(LOOK_SECONDS)
 
-    def _change(self) -> str | None:
+    def _change(self) -> MembershipChanged | None:
         """What has changed about the nodes, unless a failure is the reason."""
         with self._lock:
             succeeded = {n for n, ranks in enumerate(self._workers) if self._succeeded.issuperset(ranks)}
@@ -326,12 +347,16 @@ class _Round:
         ]
         joined = self._handler.num_nodes_waiting()
         if lost and not self._reads_failure():
-            nodes = ", ".join(f"node {rank}" for rank in sorted(r for r in lost if r is not None))
+            ranks = sorted(rank for rank in lost if rank is not None)
+            nodes = ", ".join(f"node {rank}" for rank in ranks)
+            named = ", ".join(f"node {rank} at {self._addresses[rank]}" for rank in ranks)
             remaining = self._count(joined - len(lost))
-            return f"{nodes} of {self.place.num_nodes} left or was lost: restart as {remaining}"
+            text = f"{nodes} of {self.place.num_nodes} left or was lost: restart as {remaining}"
+            return MembershipChanged(self.place.round, text, f"{named}, which left or was lost")
         if joined and not lost and not succeeded:
             arrived = "a node" if joined == 1 else f"{joined} nodes"
-            return f"{arrived} joined: restart as {self._count(joined)}"
+            text = f"{arrived} joined: restart as {self._count(joined)}"
+            return MembershipChanged(self.place.round, text)
         return None
 
     def _reads_failure(self) -> bool:

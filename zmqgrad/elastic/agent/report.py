@@ -41,12 +41,17 @@ def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]
 
 
 def job_report(result: Result, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
-    """The lines of the final report of an agent. Empty on success.
+    """The lines of the final report of an agent; the last names the first fault. Empty on success.
 
     Args:
         result: see :class:`~zmqgrad.elastic.agent.lifecycle.Result`.
         stderr_tail: as for :func:`failure_report`.
     """
+    last = [f"at fault first: {result.at_fault}; tried: {result.tried}"] if result.at_fault else []
+    return _what_happened(result, stderr_tail) + last
+
+
+def _what_happened(result: Result, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
     if result.interrupted_by is not None:
         return [f"stopped by {signal_name(result.interrupted_by)}", *_abandoned(result.outcome)]
     if result.error is not None:
