@@ -156,4 +156,4 @@ def test_the_documented_program_runs(tmp_path: Path) -> None:
     )
     rank, lease = done.stdout.splitlines()
     assert rank == "0 1 0"
-    assert lease.startswith("0 [] ")
+    assert lease.startswith("0 [] [] ")
