@@ -57,14 +57,19 @@ class Town:
         self.clients: list[Store] = []
 
     def handler(
-        self, low: int = 2, high: int = 4, last_call: float = 0.2, **timeouts: float
+        self,
+        low: int = 2,
+        high: int = 4,
+        last_call: float = 0.2,
+        expiry: float = 3 * INTERVAL,
+        **timeouts: float,
     ) -> RendezvousHandler:
         settings = RendezvousSettings(
             "job",
             low,
             high,
             RendezvousTimeout(**{"join": WAIT, "last_call": last_call, **timeouts}),
-            INTERVAL,
+            expiry / 3,
             3,
         )
         client = self.store.clone()
@@ -142,6 +147,20 @@ def test_a_node_that_dies_is_removed_and_the_next_round_forms_without_it(town: T
     formed = results(town.join(*made[:2]))
     assert {(r.world_size, r.round) for r in formed} == {(2, 1)}
     assert made[2].lease_left() <= 0, "it knows that it has to stop its workers"
+
+
+def test_a_node_whose_process_has_ended_is_removed_at_once(town: Town) -> None:
+    made = [town.handler(2, 3, expiry=1000.0) for _ in range(3)]
+    results(town.join(*made))
+    assert made[0].nodes() == [handler.node for handler in made]
+    made[2].stop()
+    made[0].report_death(made[2].node, 0)
+    eventually(made[1].lost_nodes, lambda lost: lost == [made[2].node])
+    formed = results(town.join(*made[:2]))
+    assert {(r.world_size, r.round) for r in formed} == {(2, 1)}
+    made[0].report_death(made[1].node, 0)  # it has left round 0 meanwhile: that was no death
+    assert made[1].lease_left() > 0
+    assert made[0].lost_nodes() == []
 
 
 def test_a_node_renews_its_lease_while_it_lives(town: Town) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from zmqgrad.elastic.observer import Observer
 from zmqgrad.elastic.operators import (
     ROLLBACK_SECONDS,
     Action,
@@ -266,6 +267,20 @@ def test_a_living_node_keeps_its_rank_and_newcomers_fill_the_holes(
     nodes: list[NodeDesc], previous: dict[NodeDesc, int], ranks: dict[NodeDesc, int]
 ) -> None:
     assert assign_ranks(nodes, previous) == ranks
+
+
+def test_a_node_that_was_declared_dead_lives_again_with_its_next_heartbeat() -> None:
+    state, observer = complete(A, B), Observer()
+    observer.observe(state, 0.0)
+    observer.declare_dead(B)
+    observer.declare_dead(C)
+    assert observer.dead(SETTINGS, 0.0) == [B]
+    apply(Action.KEEP_ALIVE, state, A, SETTINGS)
+    observer.observe(state, 1.0)
+    assert observer.dead(SETTINGS, 1.0) == [B]
+    apply(Action.KEEP_ALIVE, state, B, SETTINGS)
+    observer.observe(state, 2.0)
+    assert observer.dead(SETTINGS, 2.0) == []
 
 
 # ---- encoding and settings --------------------------------------------------------------------------------

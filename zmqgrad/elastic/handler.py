@@ -260,6 +260,10 @@ class RendezvousHandler:
         """The nodes that wait although the job has ``max_nodes``, the one that follows next first."""
         return spares(self._latest(), self._settings)
 
+    def nodes(self) -> list[NodeDesc]:
+        """The nodes that take part in the round now, sorted."""
+        return sorted(self._latest().participants)
+
     def lost_nodes(self) -> list[NodeDesc]:
         """The nodes of the completed round that have left it or died, sorted."""
         state = self._latest()
@@ -326,6 +330,20 @@ class RendezvousHandler:
         """
         with self._lock:
             self._executor.run(keep_alive, self._clock.now() + self._settings.timeout.heartbeat)
+
+    def report_death(self, node: NodeDesc, number: int) -> None:
+        """Remove another node before its heartbeat expires. Changes nothing if another round is under way.
+
+        Args:
+            node: its process, and all of its workers, have ended before it has left the round. You must be
+                sure.
+            number: of the round.
+
+        Raises:
+            RendezvousError: if the backend cannot be used.
+        """
+        with self._lock:
+            self._holder.remove_ended(node, number)
 
     def next_look(self) -> float:
         """Seconds until this node should call :meth:`keep_alive`, so that it notices in time who is dead."""

@@ -19,6 +19,7 @@ class Observer:
 
     def __init__(self) -> None:
         self._heartbeats: dict[NodeDesc, tuple[int, float]] = {}
+        self._ended: dict[NodeDesc, int] = {}  # the last heartbeats of nodes that are known to have ended
         self._last_call: tuple[int | None, float] = (None, 0.0)
 
     def observe(self, state: RendezvousState, now: float) -> None:
@@ -30,6 +31,11 @@ class Observer:
         }
         if self._last_call[0] != state.deadline:
             self._last_call = (state.deadline, now)
+
+    def declare_dead(self, node: NodeDesc) -> None:
+        """Count ``node`` as dead from now on, unless a later heartbeat of it appears."""
+        if node in self._heartbeats:
+            self._ended[node] = self._heartbeats[node][0]
 
     def heartbeat_age(self, node: NodeDesc, now: float) -> float:
         """Seconds since the heartbeat of ``node`` changed; infinite if it has none."""
@@ -47,7 +53,9 @@ class Observer:
         return min((seconds for seconds in left if seconds >= 0), default=math.inf)
 
     def dead(self, settings: RendezvousSettings, now: float) -> list[NodeDesc]:
-        """The nodes whose heartbeats have expired, sorted."""
+        """The nodes whose heartbeats have expired, or that were declared dead, sorted."""
         return sorted(
-            node for node, (_, since) in self._heartbeats.items() if now - since > settings.expiry_seconds
+            node
+            for node, (count, since) in self._heartbeats.items()
+            if now - since > settings.expiry_seconds or self._ended.get(node) == count
         )

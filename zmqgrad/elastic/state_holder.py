@@ -226,6 +226,21 @@ class StateHolder:
         """Seconds until the first heartbeat expires unless it is renewed; infinite without any."""
         return self._observer.next_expiry(self._settings, self._clock.now())
 
+    def remove_ended(self, node: NodeDesc, number: int) -> None:
+        """Remove ``node``, which has ended in round ``number``, from the shared state.
+
+        Raises:
+            RendezvousConnectionError, RendezvousStateError: as :meth:`sync`.
+        """
+        self.sync()
+        if self.state.round != number:
+            return  # it may have joined another round since, and only left that one
+        self._observer.declare_dead(node)
+        self._sanitize(self._clock.now())
+        while node in self._dead:  # until it is written: another node may be faster
+            self.mark_dirty()
+            self.sync()
+
     def _sanitize(self, now: float) -> None:
         """Remove dead nodes from the local copy. They leave the shared state with the next change."""
         self._observer.observe(self.state, now)

@@ -158,13 +158,14 @@ def test_the_node_that_was_lost_is_named_if_the_others_are_too_few(job: Job) -> 
 
 
 def test_spares_take_the_rank_of_a_lost_node_or_leave_with_success(job: Job, tmp_path: Path) -> None:
-    done = tmp_path / "done"
+    """Though a dead node would only be noticed after three minutes: the kernel tells that it has ended."""
+    done, slow = tmp_path / "done", ("--rdzv-conf", "keep_alive_interval=60")
     code = f"import time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.02)\nsys.exit()"
-    nodes = [job.start(code, nodes="2") for _ in range(2)]
+    nodes = [job.start(code, *slow, nodes="2") for _ in range(2)]
     workers = [node.find_workers(1, world_size=2) for node in nodes]
-    spares = [job.start(code, nodes="2")]
+    spares = [job.start(code, *slow, nodes="2")]
     spares[0].find(r"^zmqgrad run: spare 1 of 1: the job has all of its nodes \(2\)")
-    spares.append(job.start(code, nodes="2"))
+    spares.append(job.start(code, *slow, nodes="2"))
     spares[1].find(r"^zmqgrad run: spare 2 of 2: ")
     nodes[1].process.kill()
     assert spares[0].find_workers(1, world_size=2).keys() == workers[1].keys(), "the rank of the lost node"

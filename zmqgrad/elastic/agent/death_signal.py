@@ -19,13 +19,18 @@ _SCRIPT = 'read end; kill -s TERM -- "$@"; sleep 1; kill -s KILL -- "$@"'
 """Between the signals, processes that outlive their worker clean up: Python's resource tracker does."""
 
 
+def ends_workers() -> bool:
+    """Whether the workers end when this process does, whatever ends it."""
+    return sys.platform.startswith("linux")
+
+
 def die_with_parent(parent: int) -> Callable[[], None] | None:
     """A function for the child to call: from then on the kernel kills it when its parent dies.
 
     The kernel counts the thread that forked as the parent, so it must live as long as the worker may. None
     where the system has no such signal (outside of Linux).
     """
-    if not sys.platform.startswith("linux"):
+    if not ends_workers():
         return None
     libc = ctypes.CDLL(None, use_errno=True)
 

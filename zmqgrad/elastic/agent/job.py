@@ -10,6 +10,7 @@ from pathlib import Path
 from zmqgrad.elastic.agent.addresses import master_address, reserve_port, worker_port
 from zmqgrad.elastic.agent.agent import AgentSpec, Tails, run_agent
 from zmqgrad.elastic.agent.coordination import Coordinator, SingleNode
+from zmqgrad.elastic.agent.death_signal import ends_workers
 from zmqgrad.elastic.agent.error_files import read_error
 from zmqgrad.elastic.agent.lifecycle import Result
 from zmqgrad.elastic.agent.ranks import NodeInfo, Placement
@@ -115,12 +116,14 @@ def open_coordinator(config: LaunchConfig, reserved: list[socket.socket]) -> Coo
     """Connect to the agents of the other nodes, if there may be any.
 
     Args:
-        reserved: gets the socket that keeps the port of the round for worker rank 0.
+        reserved: gets the sockets of the round: one keeps the port for worker rank 0, and one is open as long
+            as this process runs.
 
     Raises:
         ConfigurationError: if the address of this node cannot be used, or the nodes need a secret.
     """
     address = master_address(config)
+    distributed = is_distributed(config)
 
     def describe(restarts: int, node: str = "single") -> NodeInfo:
         _close(reserved)
@@ -128,9 +131,16 @@ def open_coordinator(config: LaunchConfig, reserved: list[socket.socket]) -> Coo
         if not config.node_rank:  # another fixed rank has neither the address nor the port of worker rank 0
             reserved.append(reserve_port(address, worker_port(config)))
             port = int(reserved[0].getsockname()[1])
-        return NodeInfo(node, config.role, config.nproc_per_node, restarts, address, port, config.node_rank)
+        watched = 0
+        if distributed and ends_workers():
+            reserved.append(reserve_port(address, 0))
+            reserved[-1].listen()
+            watched = int(reserved[-1].getsockname()[1])
+        return NodeInfo(
+            node, config.role, config.nproc_per_node, restarts, address, port, config.node_rank, watched
+        )
 
-    if not is_distributed(config):
+    if not distributed:
         return SingleNode(describe)
     # Loads the store, which a single node does not need.
     from zmqgrad.elastic.agent.opening import check_secret, open_rendezvous

@@ -21,6 +21,7 @@ class NodeInfo:
         restarts: how many restarts of the job this agent knows of.
         address, port: where worker rank 0 listens, if it runs on this node.
         node_rank: fixed rank of this node; None: the rendezvous assigns it.
+        watch_port: where the agent listens until it ends; 0: nowhere.
     """
 
     node: str
@@ -30,6 +31,7 @@ class NodeInfo:
     address: str
     port: int
     node_rank: int | None = None
+    watch_port: int = 0
 
     def encode(self) -> str:
         """The form in the store of the round: JSON."""

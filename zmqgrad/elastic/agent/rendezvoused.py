@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from zmqgrad.elastic.agent.coordination import Coordinator
+from zmqgrad.elastic.agent.death_watch import DeathWatch
 from zmqgrad.elastic.agent.events import (
     Asked,
     Confirmed,
@@ -257,6 +258,8 @@ class _Round:
         self.store = store
         self.place = placement
         self._handler = handler
+        self._next = infos[(placement.node_rank + 1) % len(infos)]  # each node watches the next one
+        self._death_watch: DeathWatch | None = None
         self._rank_of = {info.node: rank for rank, info in enumerate(infos)}
         self._addresses = [info.address for info in infos]
         self._workers = [place(infos, rank, placement.round).ranks for rank in range(len(infos))]
@@ -271,6 +274,8 @@ class _Round:
     def start(self) -> None:
         """Begin to watch: the nodes first, as the store may be lost already."""
         self._thread.start()
+        if self._next.watch_port and self.place.num_nodes > 1:
+            self._death_watch = DeathWatch(self._next.address, self._next.watch_port, self._on_death)
         self.store.watch_prefix("agent/", self._on_key)
         for key in self.store.list_keys("agent/"):  # written before the watch
             self._on_key(key, None, self.store.get(key))
@@ -280,14 +285,18 @@ class _Round:
         if self._ended.is_set():
             return
         self._ended.set()
+        if self._death_watch is not None:
+            self._death_watch.close()
         if self._handler.has_lost_store():
             return
         with suppress(StoreError):  # the store may be gone
             self.store.unwatch_prefix("agent/", self._on_key)
 
     def join(self) -> None:
-        """Wait for the thread of an ended round, which uses the store."""
+        """Wait for the threads of an ended round, which use the store."""
         self._thread.join(2 * LOOK_SECONDS)
+        if self._death_watch is not None:
+            self._death_watch.join()
 
     def leave(self, wait_for_others: bool) -> None:
         """Tell the others that this agent reads the store no more; wait until they do not, either."""
@@ -301,6 +310,14 @@ class _Round:
             except StoreTimeoutError:
                 continue
             return
+
+    def _on_death(self) -> None:
+        nodes = [node for node in self._handler.nodes() if str(node) == self._next.node]
+        try:
+            for node in nodes:
+                self._handler.report_death(node, self.place.round)
+        except RendezvousError as error:
+            logger.info("%s has ended, and is removed later: %s", self._next.node, error)
 
     def _on_key(self, key: str, old: bytes | None, new: bytes | None) -> None:
         if self._ended.is_set() or new is None:
