@@ -35,6 +35,8 @@
     |   |-- FunctionNotFoundError (AttributeError)  the callee cannot import the function
     |   |-- OperatorError (TypeError)          a torch operator does not take these arguments
     |   |-- RRefError                          invalid use of an RRef
+    |   |-- GroupError                         a group call failed on some members
+    |   |   `-- GroupTimeoutError (RpcTimeoutError)  all of them did not reply in time
     |   `-- RemoteError                        user code failed remotely; its exception type is not available
     |-- AutogradError (RuntimeError)           contexts and backward passes
     `-- TraceError (RuntimeError)              a trace cannot be recorded or read
@@ -44,6 +46,9 @@ same mistake, so that an ``except`` written for torch still works.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class ZmqgradError(Exception):
@@ -199,6 +204,30 @@ class OperatorError(RpcError, TypeError):
 
 class RRefError(RpcError):
     """A remote reference was used where, or when, this is not supported."""
+
+
+class GroupError(RpcError):
+    """A call to a group failed on some of its members; the message names them.
+
+    Args:
+        message: the text.
+        results: of the members that replied, by name.
+        errors: of the others, by name.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        results: Mapping[str, Any] | None = None,
+        errors: Mapping[str, Exception] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.results: dict[str, Any] = dict(results or {})
+        self.errors: dict[str, Exception] = dict(errors or {})
+
+
+class GroupTimeoutError(GroupError, RpcTimeoutError):
+    """A call to a group failed only because some of its members did not reply in time."""
 
 
 class RemoteError(RpcError):

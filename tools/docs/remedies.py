@@ -94,6 +94,14 @@ REMEDIES = {
         "The text says which operation is not possible: for example `local_value()` at a worker that is not "
         "the owner, where `to_here()` works."
     ),
+    "GroupError": (
+        "`errors` has the error of each member that failed, `results` the results of the others, by name. "
+        'With `errors="return"` the call returns both in one list instead.'
+    ),
+    "GroupTimeoutError": (
+        "The text names the members that did not reply. As for `RpcTimeoutError`; `results` has what the "
+        "others returned."
+    ),
     "RemoteError": (
         "The text has the remote traceback. To get the exception itself, define its class in a module that "
         "both workers can import."

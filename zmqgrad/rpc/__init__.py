@@ -47,6 +47,9 @@ from zmqgrad.rpc.backend_registry import (
 )
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import broadcast, wait_all
+from zmqgrad.rpc.groups.future import GroupFuture
+from zmqgrad.rpc.groups.group import WorkerGroup, group
+from zmqgrad.rpc.groups.rrefs import RRefGroup
 from zmqgrad.rpc.in_flight import cancelled, time_left
 from zmqgrad.rpc.membership.collectives import all_gather, barrier
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
@@ -67,11 +70,14 @@ __all__ = [
     "AllGatherStates",
     "BackendType",
     "BackendValue",
+    "GroupFuture",
     "PyRRef",
     "RRef",
+    "RRefGroup",
     "RpcBackendOptions",
     "RpcFuture",
     "TensorPipeRpcBackendOptions",
+    "WorkerGroup",
     "WorkerInfo",
     "_get_current_rpc_agent",
     "_get_debug_info",
@@ -95,6 +101,7 @@ __all__ = [
     "get_stats",
     "get_worker_info",
     "get_worker_infos",
+    "group",
     "init_backend",
     "init_rpc",
     "is_available",

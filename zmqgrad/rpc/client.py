@@ -118,10 +118,21 @@ class Client:
         if peer is None:
             peer, seconds = self.find_peer(to, seconds)
         reference, serialized = serialize_call(function, args, kwargs, self._context_for(peer))
-        tracer, on_id = self._hooks.tracer, None
-        if tracer is not None and (not reference or tracer.records_arguments):
-            on_id = partial(tracer.request_described, function=describe(function), args=args, kwargs=kwargs)
+        on_id = None if self._hooks.tracer is None else self.describer(reference, function, args, kwargs)
         return self.request_call(peer.id, reference, serialized, seconds, function, waits=waits, on_id=on_id)
+
+    def describer(
+        self,
+        reference: str,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Callable[[int], None] | None:
+        """What tells the tracer of a call by its message id, if the message does not tell it enough."""
+        tracer = self._hooks.tracer
+        if tracer is None or (reference and not tracer.records_arguments):
+            return None
+        return partial(tracer.request_described, function=describe(function), args=args, kwargs=kwargs)
 
     def find_peer(self, to: object, seconds: float) -> tuple[WorkerRecord, float]:
         """Look up worker ``to`` in the group's directory.
@@ -149,10 +160,21 @@ class Client:
         keepalive: Any = None,
         waits: bool = False,
         on_id: Callable[[int], None] | None = None,
+        reply_to: int = 0,
     ) -> PendingCall:
         """Send a CALL whose function and arguments are serialized already; see :meth:`request`."""
         call = Call(reference, serialized.payload, seconds)
-        return self.request(peer, call, serialized, seconds, description, keepalive, waits=waits, on_id=on_id)
+        return self.request(
+            peer,
+            call,
+            serialized,
+            seconds,
+            description,
+            keepalive,
+            waits=waits,
+            on_id=on_id,
+            reply_to=reply_to,
+        )
 
     def request(
         self,
@@ -165,6 +187,7 @@ class Client:
         on_done: Callable[[Promise[Inbound]], None] | None = None,
         waits: bool = False,
         on_id: Callable[[int], None] | None = None,
+        reply_to: int = 0,
     ) -> PendingCall:
         """Send a request.
 
@@ -177,6 +200,7 @@ class Client:
             on_done: called with the promise in the thread that sets it; must not block.
             waits: the calling thread calls :meth:`wait` next, so it may read the reply itself.
             on_id: called with the message id before the request is sent.
+            reply_to: unless ``waits``: the number of the reply port that the calling thread reads next.
 
         Raises:
             NotInitializedError: if the worker is closed.
@@ -215,7 +239,8 @@ class Client:
                 raise self._worker.loss_of(peer, describe(description))
             if on_id is not None:
                 on_id(call.message_id)
-            self._mailbox.send(peer, message, call.message_id, serialized.frames, port.number, seconds)
+            number = port.number or reply_to
+            self._mailbox.send(peer, message, call.message_id, serialized.frames, number, seconds)
             was_sent = True
             self.sent += 1
             if self.reporter is not None:

@@ -103,6 +103,14 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
     return error
 
 
+def summarize(error: BaseException) -> str:
+    """Type and text of ``error`` in one line, without a remote traceback. Never fails."""
+    lines = _text_of(error).splitlines() or [""]
+    if len(lines) > 1 and lines[0].startswith("On "):  # as rebuild_exception writes it
+        return lines[1]
+    return f"{type(error).__qualname__}: {lines[0]}"
+
+
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)

@@ -17,6 +17,7 @@ from zmqgrad.errors import (
     ArgumentTypeError,
     ConfigurationError,
     DuplicateWorkerError,
+    GroupError,
     NotInitializedError,
     PeerLostError,
     RendezvousError,
@@ -219,6 +220,28 @@ def test_a_worker_that_rejoins_has_a_new_id(town: Town) -> None:
             rpc.rpc_sync("b", len, args=(rref,))
         assert rpc.remote("b", list, args=((1,),)).to_here() == [1]
     assert names_known_to(a) == names_known_to(again) == ["a", "b"]
+
+
+def test_a_group_by_pattern_follows_joins_and_losses(town: Town) -> None:
+    a = town.join("a")
+    with acting(a):
+        group, fixed = rpc.group("b*"), rpc.group("a*")[:]
+        with pytest.raises(UnknownWorkerError, match="has no members"):
+            group.call(where)
+        town.join("b1")
+        assert group.call(where) == ["b1"]
+        b2 = town.join("b2")
+        rpc.wait_for_workers(["b2"])
+        assert group.call(where) == ["b1", "b2"]
+        joined = group[:]
+        b2.leave(True, Deadline.after(WAIT))
+        assert town.join("b2").worker.id == 3
+        rpc.wait_for_workers(["b2"])
+        assert [info.id for info in group] == [1, 3]
+        assert group.call(where) == ["b1", "b2"]
+        with pytest.raises(GroupError, match=r"b2 .worker 2. is gone: it has left the group"):
+            joined.call(where)
+        assert fixed.call(where) == ["a"]
 
 
 def test_a_dead_worker_is_evicted_for_all(town: Town) -> None:

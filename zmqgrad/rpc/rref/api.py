@@ -14,12 +14,12 @@ import torch
 from zmqgrad.errors import NotInitializedError, RpcTimeoutError, RRefError
 from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
-from zmqgrad.rpc.membership.worker_info import WorkerInfo
+from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref import proxies
 from zmqgrad.rpc.rref.handle import Handle
-from zmqgrad.rpc.serialization.context import SerializedByReference
+from zmqgrad.rpc.serialization.context import SerializedByReference, SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.torch_internals import PyRRef
 from zmqgrad.rpc.worker import Worker
@@ -301,11 +301,18 @@ def _type_name(hint: Any) -> str:
 
 
 def call_remote(
-    worker: Worker, to: object, function: Callable[..., Any], args: Any, kwargs: Any, timeout: Any
+    worker: Worker,
+    to: object,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    timeout: Any,
+    call_for: Callable[[WorkerRecord], tuple[str, SerializedPayload]] | None = None,
 ) -> RRef[Any]:
     """Send a remote call to ``to``, which keeps the result, and return a reference to it at once.
 
-    If the call fails or times out, using the reference raises the error.
+    If the call fails or times out, using the reference raises the error. ``call_for`` returns the call as the
+    owner gets it; None: it is serialized here.
 
     Raises:
         UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be sent.
@@ -314,7 +321,10 @@ def call_remote(
     peer = worker.membership.find_here(to)
     if peer is None:
         peer, seconds = worker.client.find_peer(to, seconds)
-    reference, serialized = serialize_call(function, args, kwargs, worker.contexts.for_calls(peer))
+    if call_for is None:
+        reference, serialized = serialize_call(function, args, kwargs, worker.contexts.for_calls(peer))
+    else:
+        reference, serialized = call_for(peer)
     references = worker.references
     handle = references.own_later() if peer.id == worker.id else references.reference(peer.id)
     rref = RRef._of(worker, handle)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.functions import check_result
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.profiling import caller_range
+from zmqgrad.rpc.serialization.context import SerializedPayload
 from zmqgrad.rpc.serialization.naming import method_reference
 from zmqgrad.rpc.serialization.serializer import serialize_arguments
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.rref.api import RRef
-
-Invoke = Callable[["RRef[Any]", float, str, Any, Any], Any]
 
 
 _NOT_FORWARDED = frozenset(
@@ -36,11 +36,11 @@ _NOT_FORWARDED = frozenset(
 
 
 class Proxy:
-    """A proxy of the value of an RRef. Its attributes are methods that run on the owner."""
+    """A proxy of the value of an RRef, or of several. Its attributes are methods that run on the owner."""
 
     __slots__ = ("_invoke", "_rref", "_timeout")
 
-    def __init__(self, rref: RRef[Any], invoke: Invoke, timeout: float) -> None:
+    def __init__(self, rref: Any, invoke: Callable[..., Any], timeout: float) -> None:
         self._rref = rref
         self._invoke = invoke
         self._timeout = timeout
@@ -67,14 +67,14 @@ def sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> 
     worker = rref._worker
     with caller_range("sync", worker, rref.handle.owner, name):
         return worker.decode(
-            worker.send_and_wait(lambda: _call_method(rref, timeout, name, args, kwargs, waits=True))
+            worker.send_and_wait(lambda: call_method(rref, timeout, name, args, kwargs, waits=True))
         )
 
 
 def asynchronous(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
     """Call method ``name`` of the value and return a future of its result."""
     with caller_range("async", rref._worker, rref.handle.owner, name):
-        return rref._worker.future(_call_method(rref, timeout, name, args, kwargs))
+        return rref._worker.future(call_method(rref, timeout, name, args, kwargs))
 
 
 def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
@@ -94,9 +94,22 @@ def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -
     return rref._call_there(call_own_method, content, timeout)
 
 
-def _call_method(
-    rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any, waits: bool = False
+def call_method(
+    rref: RRef[Any],
+    timeout: float,
+    name: str,
+    args: Any,
+    kwargs: Any,
+    waits: bool = False,
+    reply_to: int = 0,
+    serialized: Callable[[WorkerRecord], SerializedPayload] | None = None,
 ) -> PendingCall:
+    """Sends a call of method ``name`` of the value.
+
+    Args:
+        waits, reply_to: as for :meth:`zmqgrad.rpc.client.Client.request`.
+        serialized: returns the arguments as the owner gets them; None: they are serialized here.
+    """
     worker = rref._worker
     seconds = worker.resolve_timeout(timeout)
     if rref.is_owner():
@@ -105,9 +118,14 @@ def _call_method(
         )
     worker.references.check_alive(rref.handle, f"method {name} on it")
     peer = worker.membership.record(rref.handle.owner)
-    serialized = serialize_arguments(args, kwargs, worker.contexts.for_calls(peer))
+    if serialized is None:
+        payload = serialize_arguments(args, kwargs, worker.contexts.for_calls(peer))
+    else:
+        payload = serialized(peer)
     reference = method_reference(rref.handle.rref_id, name)
-    return worker.request_call(peer.id, reference, serialized, seconds, f"method {name}", rref.handle, waits)
+    return worker.request_call(
+        peer.id, reference, payload, seconds, f"method {name}", rref.handle, waits, reply_to=reply_to
+    )
 
 
 def _check_attribute(rref: RRef[Any], seconds: float, name: str) -> None:

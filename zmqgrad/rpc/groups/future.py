@@ -1,0 +1,75 @@
+"""The future of a group call: of the results of all members, in their order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from zmqgrad.errors import GroupError
+from zmqgrad.rpc.calls import PendingCall
+from zmqgrad.rpc.futures import PythonFuture, RpcFuture
+from zmqgrad.rpc.groups.sending import GroupCall, Send
+from zmqgrad.rpc.membership.worker_info import WorkerInfo
+from zmqgrad.rpc.torch_internals import CppFuture
+from zmqgrad.runtime.future import Promise
+
+T = TypeVar("T")
+
+
+class GroupFuture(PythonFuture[list[T]]):
+    """A future of the results of all members, which is done when all have replied or failed.
+
+    ``wait`` returns the results in the order of the members, or raises one ``GroupError``, as the group call
+    was made with ``errors``. It is a ``torch.futures.Future``, with ``then`` and ``await``.
+
+    Attributes:
+        members: of the group, as they were when the call was made.
+        futures: of the result of each member.
+    """
+
+    def __init__(self, call: GroupCall, futures: Sequence[RpcFuture[T]]) -> None:
+        super().__init__()
+        self.members: tuple[WorkerInfo, ...] = tuple([peer.info for peer in call.peers])
+        self.futures: tuple[RpcFuture[T], ...] = tuple(futures)
+        self._call = call
+        unfinished = itertools.count(len(self.futures) - 1, -1)  # counts down; ``next`` is atomic
+        for future in self.futures:
+            # Not the method of RpcFuture, which would complete each future in a task of its own.
+            CppFuture.add_done_callback(future, lambda _: None if next(unfinished) else self._finish())
+
+    def as_completed(self) -> Iterator[tuple[WorkerInfo, RpcFuture[T]]]:
+        """Iterate over the members with their futures, in the order in which these are done."""
+        ended: list[Promise[int]] = [Promise() for _ in self.futures]
+        order = iter(ended)  # ``next`` is atomic
+        for index, future in enumerate(self.futures):
+            CppFuture.add_done_callback(future, partial(_set_next, order, index))
+        for promise in ended:
+            promise.wait_done()  # every call has a deadline, or its caller wanted none
+            index = promise.result()
+            yield self.members[index], self.futures[index]
+
+    def _finish(self) -> None:
+        try:
+            results = self._call.conclude([partial(CppFuture.wait, future) for future in self.futures])
+        except GroupError as e:
+            self.set_exception(e)
+        else:
+            self.set_result(results)
+
+
+def _set_next(order: Iterator[Promise[int]], index: int, _: object) -> None:
+    next(order).set_result(index)
+
+
+def send_async(call: GroupCall, send: Send) -> GroupFuture[T]:
+    """Sends the requests of ``call``, and returns the future of their results."""
+    replies = call.worker.replies
+    return GroupFuture(
+        call,
+        [
+            replies.future(each) if isinstance(each, PendingCall) else replies.failed_future(each)
+            for each in call.send(send)
+        ],
+    )

@@ -1,0 +1,380 @@
+"""Groups of workers, and the calls to all members of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal, TypeVar, overload
+
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, UnknownWorkerError
+from zmqgrad.rpc.api import rpc_async, rpc_sync
+from zmqgrad.rpc.calls import PendingCall
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.futures import RpcFuture
+from zmqgrad.rpc.groups.future import GroupFuture, send_async
+from zmqgrad.rpc.groups.rrefs import RRefGroup
+from zmqgrad.rpc.groups.sending import GroupCall, OnErrors, Send, SharedCall, check_errors
+from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
+from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
+from zmqgrad.rpc.rref.api import call_remote
+from zmqgrad.rpc.serialization.serializer import serialize_call
+from zmqgrad.rpc.worker import Worker
+
+T = TypeVar("T")
+
+WILDCARDS = "*?["
+
+
+class WorkerGroup(Sequence[WorkerInfo]):
+    """Some workers, in an order. :func:`group` makes one.
+
+    It is a sequence of ``WorkerInfo``: ``g[0]`` is a worker, ``g[1:]`` a group. ``"trainer1" in g`` accepts
+    names, ranks and WorkerInfos. ``g | h`` has the members of both, each once.
+
+    Members that a pattern has selected are those present workers whose names match when the group is used, in
+    the order of their ranks. All others are fixed, as are those of a slice.
+
+    A group can be sent to other workers.
+    """
+
+    __slots__ = ("_terms", "_turn")
+
+    def __init__(self, terms: Iterable[str | WorkerInfo]) -> None:
+        self._terms = tuple(terms)  # patterns, and workers
+        self._turn = 0  # of choose(): workers with equal load take turns
+
+    # ---- members ----------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[WorkerInfo, ...]:
+        """The members, as they are now."""
+        present: list[WorkerInfo] = []
+        if any(isinstance(term, str) for term in self._terms):
+            everyone = current_worker().membership.all()
+            present = sorted((record.info for record in everyone), key=lambda info: info.id)
+        found: dict[int, WorkerInfo] = {}
+        for term in self._terms:
+            matching = [i for i in present if fnmatchcase(i.name, term)] if isinstance(term, str) else [term]
+            for info in matching:
+                found.setdefault(info.id, info)
+        return tuple(found.values())
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[WorkerInfo]:
+        return iter(self.members)
+
+    @overload
+    def __getitem__(self, index: int) -> WorkerInfo: ...
+    @overload
+    def __getitem__(self, index: slice) -> WorkerGroup: ...
+    def __getitem__(self, index: int | slice) -> WorkerInfo | WorkerGroup:
+        return WorkerGroup(self.members[index]) if isinstance(index, slice) else self.members[index]
+
+    def __contains__(self, worker: object) -> bool:
+        return any(worker in (info, info.name, info.id) for info in self.members)
+
+    def __or__(self, other: WorkerGroup) -> WorkerGroup:
+        return WorkerGroup(self._terms + other._terms) if isinstance(other, WorkerGroup) else NotImplemented
+
+    def __repr__(self) -> str:
+        return (
+            f"<WorkerGroup {', '.join(t if isinstance(t, str) else t.name for t in self._terms) or 'empty'}>"
+        )
+
+    # ---- calls ------------------------------------------------------------------------------------------
+
+    @overload
+    def call(
+        self,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float = ...,
+        errors: Literal["raise"] = ...,
+    ) -> list[T]: ...
+    @overload
+    def call(
+        self,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float = ...,
+        *,
+        errors: Literal["return"],
+    ) -> list[T | Exception]: ...
+    def call(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        errors: OnErrors = "raise",
+    ) -> list[Any]:
+        """Run ``func(*args, **kwargs)`` on each member, and return the results in the order of the members.
+
+        The call is serialized once, and members on this host read large tensors from the same memory.
+        Arguments are given as to ``rpc_sync``, so that those of ``func`` can have any name.
+
+        Args:
+            func: any callable, as for ``rpc_sync``.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            timeout: seconds for all members together; 0 for no limit; default: the worker's.
+            errors: "raise": wait for all members, then raise one error if some have failed. "return": return
+                the error of such a member in place of its result.
+
+        Raises:
+            GroupError: if members failed, died, or did not reply in time (``GroupTimeoutError`` if that is
+                all): it has the errors and the results by name.
+            UnknownWorkerError: if the group has no members.
+            PayloadError: if the call cannot be serialized.
+        """
+        group_call, send = self._shared(func, args, kwargs, timeout, errors)
+        return group_call.send_and_wait(send)
+
+    @overload
+    def call_async(
+        self,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float = ...,
+        errors: Literal["raise"] = ...,
+    ) -> GroupFuture[T]: ...
+    @overload
+    def call_async(
+        self,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float = ...,
+        *,
+        errors: Literal["return"],
+    ) -> GroupFuture[T | Exception]: ...
+    def call_async(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        errors: OnErrors = "raise",
+    ) -> GroupFuture[Any]:
+        """As :meth:`call`, but returns a future at once, which can also be iterated ``as_completed``.
+
+        You must not change tensors in ``args`` before it is done, as for ``rpc_async``.
+
+        Args:
+            func, args, kwargs, timeout, errors: as for :meth:`call`.
+
+        Raises:
+            UnknownWorkerError, PayloadError: if the call cannot be made.
+        """
+        group_call, send = self._shared(func, args, kwargs, timeout, errors)
+        return send_async(group_call, send)
+
+    def _shared(
+        self, func: Any, args: Any, kwargs: Any, timeout: float, errors: OnErrors
+    ) -> tuple[GroupCall, Send]:
+        """A call with the same arguments for all members."""
+        worker = current_worker()
+        shared = SharedCall(worker, partial(serialize_call, func, args, kwargs))
+
+        def send(_: int, peer: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
+            reference, serialized = shared.to(peer)
+            on_id = worker.client.describer(reference, func, args, kwargs)
+            return worker.request_call(
+                peer.id, reference, serialized, seconds, func, on_id=on_id, reply_to=reply_to
+            )
+
+        return self._begin(worker, func, timeout, errors), send
+
+    def map(
+        self,
+        func: Callable[..., T],
+        args: Iterable[Sequence[Any]],
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        errors: OnErrors = "raise",
+    ) -> list[T]:
+        """As :meth:`call`, with arguments of its own for each member: ``g.map(f, [(x,) for x in parts])``.
+
+        Args:
+            func: any callable, as for ``rpc_sync``.
+            args: the positional arguments of each member, in the order of the members.
+            kwargs: keyword arguments, the same for all.
+            timeout, errors: as for :meth:`call`.
+
+        Raises:
+            ConfigurationError: if ``args`` are for fewer or more members than there are.
+            GroupError, UnknownWorkerError, PayloadError: as for :meth:`call`.
+        """
+        group_call, send = self._mapped(func, args, kwargs, timeout, errors)
+        return group_call.send_and_wait(send)
+
+    def map_async(
+        self,
+        func: Callable[..., T],
+        args: Iterable[Sequence[Any]],
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        errors: OnErrors = "raise",
+    ) -> GroupFuture[T]:
+        """As :meth:`map`, but returns a future at once, as :meth:`call_async`.
+
+        Args:
+            func, args, kwargs, timeout, errors: as for :meth:`map`.
+
+        Raises:
+            ConfigurationError, UnknownWorkerError, PayloadError: if the call cannot be made.
+        """
+        group_call, send = self._mapped(func, args, kwargs, timeout, errors)
+        return send_async(group_call, send)
+
+    def _mapped(
+        self, func: Any, args: Iterable[Sequence[Any]], kwargs: Any, timeout: float, errors: OnErrors
+    ) -> tuple[GroupCall, Send]:
+        worker = current_worker()
+        group_call = self._begin(worker, func, timeout, errors)
+        each = list(args)
+        if len(each) != len(group_call.peers):
+            raise ConfigurationError(
+                f"map got {len(each)} sets of arguments for {len(group_call.peers)} members of {self!r}: "
+                f"give one tuple of arguments for each member, in the order of the members"
+            )
+
+        def send(index: int, peer: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
+            reference, serialized = serialize_call(func, each[index], kwargs, worker.contexts.for_calls(peer))
+            on_id = worker.client.describer(reference, func, each[index], kwargs)
+            return worker.request_call(
+                peer.id, reference, serialized, seconds, func, on_id=on_id, reply_to=reply_to
+            )
+
+        return group_call, send
+
+    def remote(
+        self,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> RRefGroup[T]:
+        """Run ``func(*args, **kwargs)`` on each member, which keeps the result.
+
+        Args:
+            func, args, kwargs, timeout: as for ``rpc.remote``.
+
+        Returns:
+            References to the results, at once. Using one whose creation failed raises the error.
+
+        Raises:
+            UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be made.
+        """
+        worker = current_worker()
+        peers = self._peers(worker, worker.resolve_timeout(timeout))
+        shared = SharedCall(worker, partial(serialize_call, func, args, kwargs))
+        return RRefGroup([call_remote(worker, p.id, func, args, kwargs, timeout, shared.to) for p in peers])
+
+    def _begin(self, worker: Worker, what: Any, timeout: float, errors: OnErrors) -> GroupCall:
+        check_errors(errors)
+        seconds = worker.resolve_timeout(timeout)
+        return GroupCall(worker, self._peers(worker, seconds), what, seconds, errors)
+
+    def _peers(self, worker: Worker, seconds: float) -> list[WorkerRecord]:
+        """The members, at least one. In a dynamic group one may have joined that is not known here yet."""
+        membership = worker.membership
+        members = self.members
+        if not members and self._terms and membership.update_from_store is not None:
+            membership.update_from_store(seconds or None)
+            members = self.members
+        if members:
+            return [membership.record(info.id) for info in members]
+        known = ", ".join(f"{r.name} ({r.id})" for r in sorted(membership.all(), key=lambda r: r.id))
+        raise UnknownWorkerError(
+            f"{self!r} has no members, so nothing can be called on it: no present worker has such a name. "
+            f"The workers are {known}; rpc.wait_for_workers waits for others"
+        )
+
+    # ---- one member -------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> T:
+        """Return the result of ``func(*args, **kwargs)`` on the member with the fewest pending calls of this
+        worker.
+
+        Members with equally many take turns. Lost members are not chosen.
+
+        Args:
+            func, args, kwargs, timeout: as for ``rpc_sync``.
+
+        Raises:
+            UnknownWorkerError: if the group has no members.
+            Exception: as ``rpc_sync``.
+        """
+        result: T = rpc_sync(self._choose(timeout), func, args, kwargs, timeout)
+        return result
+
+    def choose_async(
+        self,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> RpcFuture[T]:
+        """As :meth:`choose`, but returns a future at once, as ``rpc_async``.
+
+        Args:
+            func, args, kwargs, timeout: as for ``rpc_async``.
+
+        Raises:
+            UnknownWorkerError: if the group has no members.
+        """
+        return rpc_async(self._choose(timeout), func, args, kwargs, timeout)
+
+    def _choose(self, timeout: float) -> WorkerInfo:
+        worker = current_worker()
+        peers = self._peers(worker, worker.resolve_timeout(timeout))
+        peers = [peer for peer in peers if peer.id not in worker.lost] or peers
+        load = Counter(call.peer for call in worker.client.pending.all())
+        self._turn += 1
+        first = self._turn % len(peers)
+        return min(peers[first:] + peers[:first], key=lambda peer: load[peer.id]).info
+
+
+def group(workers: str | int | WorkerInfo | Iterable[str | int | WorkerInfo]) -> WorkerGroup:
+    """A group of workers, to call all of them at once.
+
+    Args:
+        workers: a name, a rank or a WorkerInfo; or a pattern of names with ``*``, ``?`` or ``[...]``, whose
+            members follow joins and losses; or several of these.
+
+    Returns:
+        The members in the given order, each once. It may be empty; but it cannot be called then.
+
+    Raises:
+        UnknownWorkerError: if there is no worker of a name or rank.
+        ArgumentTypeError: if ``workers`` are none of these.
+    """
+    if isinstance(workers, WorkerGroup):
+        return workers
+    several = [workers] if isinstance(workers, (str, int, WorkerInfo)) else workers
+    if not isinstance(several, Iterable):
+        raise ArgumentTypeError(
+            f"a group is made of names, ranks, WorkerInfos or a pattern such as 'trainer*', not {workers!r}"
+        )
+    membership = current_worker().membership
+    terms: list[str | WorkerInfo] = []
+    for worker in several:
+        if isinstance(worker, str) and any(c in worker for c in WILDCARDS):
+            terms.append(worker)
+        else:
+            terms.append(membership.find(worker).info)
+    return WorkerGroup(terms)

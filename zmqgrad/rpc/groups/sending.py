@@ -1,0 +1,206 @@
+"""Sends a call to several workers, serialized once for all of them that can read the same bytes.
+
+The bytes differ if the call has RRefs, of which each worker needs forks of its own; for a worker that runs
+another program, which lacks the ``__main__`` of this one; and for a worker with a device map.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from zmqgrad.errors import (
+    ConfigurationError,
+    GroupError,
+    GroupTimeoutError,
+    PeerLostError,
+    RpcTimeoutError,
+    RRefError,
+)
+from zmqgrad.rpc.calls import Description, PendingCall, describe, refused_wait
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
+from zmqgrad.rpc.raising import copy_exception
+from zmqgrad.rpc.remote_errors import summarize
+from zmqgrad.rpc.reply_port import ReplyPort
+from zmqgrad.rpc.serialization.context import SerializationContext, SerializedPayload
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.blocking import may_wait_for_others
+
+OnErrors = Literal["raise", "return"]
+"""What becomes of the errors of members: they are raised as one, or each is returned in place of a result."""
+
+Send = Callable[[int, WorkerRecord, float, int], PendingCall]
+"""(index, member, seconds that are left or 0, number of the reply port) -> the request that was sent."""
+
+Serialized = tuple[str, SerializedPayload]
+"""The reference of a function, if it is not in the payload, and the payload."""
+
+
+class SharedCall:
+    """What several workers get.
+
+    Args:
+        worker: the caller.
+        serialize: serializes it for the workers of one context.
+    """
+
+    def __init__(self, worker: Worker, serialize: Callable[[SerializationContext], Serialized]) -> None:
+        self._context_for = worker.contexts.for_calls
+        self._serialize = serialize
+        self._ready: dict[bool, Serialized] = {}
+
+    def to(self, peer: WorkerRecord) -> Serialized:
+        """Return what ``peer`` gets.
+
+        Raises:
+            PayloadError: if it cannot be serialized.
+        """
+        context = self._context_for(peer)
+        ready = None if context.devices else self._ready.get(context.main_by_reference)
+        if ready is None:
+            ready = self._serialize(context)
+            if not (ready[1].payload.forks or context.devices):  # those are for one worker alone
+                self._ready[context.main_by_reference] = ready
+        return ready
+
+
+class GroupCall(NamedTuple):
+    """A call to ``peers``, with one deadline.
+
+    Args:
+        worker: the caller.
+        peers: the members, as they are when the call is made.
+        what: the function, for errors.
+        seconds: the timeout; 0 for no limit.
+        errors: what becomes of errors.
+    """
+
+    worker: Worker
+    peers: Sequence[WorkerRecord]
+    what: Description
+    seconds: float
+    errors: OnErrors
+
+    def send(self, send: Send, reply_to: int = 0) -> list[PendingCall | Exception]:
+        """Send the request of each member; of one that is lost, or failed before, the result is the error.
+
+        Raises:
+            Exception: what else ``send`` raises. Then the requests that were sent are given up.
+        """
+        now = self.worker.clock.now
+        deadline = now() + self.seconds
+        sent: list[PendingCall | Exception] = []
+        try:
+            for index, peer in enumerate(self.peers):
+                left = max(1e-6, deadline - now()) if self.seconds else 0.0  # 0 would be no limit
+                try:
+                    sent.append(send(index, peer, left, reply_to))
+                except (PeerLostError, RpcTimeoutError, RRefError) as e:
+                    sent.append(copy_exception(e))
+        except BaseException:
+            self._give_up(sent)
+            raise
+        return sent
+
+    def send_and_wait(self, send: Send) -> list[Any]:
+        """Send the requests, wait for all replies, and return the results in the order of the members.
+
+        The calling thread reads the replies itself where a reply port is free, as for a single call.
+
+        Raises:
+            GroupError: if members failed, and errors are raised.
+        """
+        worker = self.worker
+        port = worker.ports.acquire_any(peer.id for peer in self.peers)
+        sent: list[PendingCall | Exception] = []
+        complete = False
+        try:
+            sent = self.send(send, port.number)
+            self._wait(sent, port)
+            complete = all([c.promise.exception() is None for c in sent if isinstance(c, PendingCall)])
+        except BaseException:
+            self._give_up(sent)
+            raise
+        finally:
+            if complete:
+                port.release()
+            else:  # a reply may still come
+                port.abandon(worker.ports.on_unexpected)
+        return self.conclude([partial(_decode, worker, each) for each in sent])
+
+    def _wait(self, sent: Sequence[PendingCall | Exception], port: ReplyPort) -> None:
+        """Wait until each request has a reply, or has failed; it does by its deadline."""
+        calls = [each for each in sent if isinstance(each, PendingCall)]
+        if not calls:
+            return
+        if not may_wait_for_others():
+            raise refused_wait(self.what)
+        ended = port.promise()
+        unfinished = itertools.count(len(calls) - 1, -1)  # counts down; ``next`` is atomic
+
+        def on_done(_: object) -> None:
+            if not next(unfinished):
+                ended.set_result(None)
+
+        for call in calls:
+            call.promise.add_done_callback(on_done)
+        while (inbound := port.receive(ended, math.inf)) is not None:
+            self.worker.ports.on_unexpected(inbound)
+
+    def _give_up(self, sent: Iterable[PendingCall | Exception]) -> None:
+        for each in sent:
+            if isinstance(each, PendingCall):
+                self.worker.client.cancel(each)
+
+    def conclude(self, outcomes: Iterable[Callable[[], Any]]) -> list[Any]:
+        """Return the results, which ``outcomes`` return or raise, in the order of the members.
+
+        Raises:
+            GroupError: if members failed, and errors are raised.
+        """
+        found: list[Any] = []
+        errors: dict[str, Exception] = {}
+        names = self._names()
+        for name, outcome in zip(names, outcomes, strict=True):
+            try:
+                found.append(outcome())
+            except Exception as e:
+                errors[name] = copy_exception(e)  # its traceback would form a cycle with this frame
+                found.append(errors[name])
+        if errors and self.errors == "raise":
+            results = {name: each for name, each in zip(names, found, strict=True) if name not in errors}
+            try:
+                raise self._error(results, errors) from next(iter(errors.values()))
+            finally:
+                del errors, found, results
+        return found
+
+    def _names(self) -> list[str]:
+        """The names of the members. A worker that owns several references is several members."""
+        counts = Counter(peer.name for peer in self.peers)
+        return [p.name if counts[p.name] == 1 else f"{p.name} (member {i})" for i, p in enumerate(self.peers)]
+
+    def _error(self, results: dict[str, Any], errors: dict[str, Exception]) -> GroupError:
+        late = [name for name, error in errors.items() if isinstance(error, RpcTimeoutError)]
+        reasons = [f"{name}: {summarize(e)}" for name, e in errors.items() if name not in late]
+        if late:
+            reasons.insert(0, f"no reply within {self.seconds:g} s from {', '.join(late)}")
+        kind = GroupTimeoutError if len(late) == len(errors) else GroupError
+        what, count = describe(self.what), f"{len(errors)} of {len(self.peers)} members"
+        return kind(f"{what} failed on {count} of the group: {'; '.join(reasons)}", results, errors)
+
+
+def _decode(worker: Worker, sent: PendingCall | Exception) -> Any:
+    if isinstance(sent, Exception):
+        raise sent
+    return worker.decode(sent.promise.result())
+
+
+def check_errors(errors: object) -> None:
+    """Raise ConfigurationError unless ``errors`` is one of :data:`OnErrors`."""
+    if errors not in ("raise", "return"):
+        raise ConfigurationError(f'errors must be "raise" or "return", not {errors!r}')
