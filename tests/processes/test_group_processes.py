@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.processes import run_processes
+from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import GroupError, PeerLostError
 
@@ -25,6 +26,29 @@ def die_on(name: str, x: Any) -> str:
 def total(x: torch.Tensor) -> float:
     """The sum of a tensor."""
     return float(x.sum())
+
+
+def doubled(x: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Of an argument that belongs to this worker, which keeps it and writes to it."""
+    x.mul_(2)
+    kept.append(x)
+    return float(x.sum()), x[:2]
+
+
+kept: list[torch.Tensor] = []
+
+
+def drop() -> float:
+    """What was kept, and is let go."""
+    total = sum(float(x.sum()) for x in kept)
+    kept.clear()
+    return total
+
+
+def leased() -> int:
+    """Blocks that others hold."""
+    blocks: int = rpc.get_stats()["arena"]["blocks_leased"]
+    return blocks
 
 
 class Replay:
@@ -53,6 +77,12 @@ def calls(rank: int) -> Any:
     assert (
         sorted(float(f.wait()) for _, f in others.call_async(total, (x,)).as_completed()) == [100_000.0] * 3
     )
+    assert [(total, y.tolist()) for total, y in everyone.call(doubled, (x,))] == [(200_000.0, [2.0, 2.0])] * 4
+    assert [total for total, _ in everyone.call_async(doubled, (x,)).wait()] == [200_000.0] * 4
+    assert float(x.sum()) == 100_000.0
+    eventually(leased, lambda blocks: blocks == 2)  # one copy for all members, of each call
+    assert everyone.call(drop) == [400_000.0] * 4
+    eventually(lambda: leased() == 0)
     replays = everyone.remote(Replay)
     assert replays.rpc_sync().note(x) == [1] * 4
     assert [len(each.seen) for each in replays.to_here()] == [1] * 4

@@ -12,13 +12,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError, PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import RpcFuture
+from zmqgrad.rpc.groups.sending import SharedCall
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from zmqgrad.rpc.serialization.context import SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.clock import Deadline
@@ -56,19 +57,17 @@ def broadcast(
     find = worker.membership.find
     peers = worker.membership.all() if workers is None else [find(w, deadline.timeout()) for w in workers]
     seconds = 0.0 if deadline.timeout() is None else max(1e-6, deadline.left())  # 0 would be no limit
-    prepared: dict[bool, tuple[str, SerializedPayload]] = {}
+    shared = SharedCall(worker, partial(serialize_call, func, args, kwargs))
     futures: list[RpcFuture[Any]] = []
-    for peer in peers:
-        terms = worker.contexts.for_calls(peer)
-        ready = None if terms.devices else prepared.get(terms.main_by_reference)
-        if ready is None:
-            ready = serialize_call(func, args, kwargs, terms)
-            if not (ready[1].payload.forks or terms.devices):  # those are for one worker alone
-                prepared[terms.main_by_reference] = ready
-        try:
-            futures.append(worker.future(worker.request_call(peer.id, *ready, seconds, func)))
-        except PeerLostError as e:
-            futures.append(worker.replies.failed_future(e))
+    try:
+        for peer in peers:
+            ready = shared.to(peer)
+            try:
+                futures.append(worker.future(worker.request_call(peer.id, *ready, seconds, func)))
+            except PeerLostError as e:
+                futures.append(worker.replies.failed_future(e))
+    finally:
+        shared.release()
     return futures
 
 

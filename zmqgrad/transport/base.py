@@ -20,6 +20,27 @@ from zmqgrad.wire.lazy_frame import Frame as Frame
 from zmqgrad.wire.messages import Message
 
 
+class SharedFrames(list[Frame]):
+    """The frames of messages to several peers: those of this host read the same copy.
+
+    What one of them writes to it, the others do not see. You must call :meth:`release` once the messages were
+    sent.
+    """
+
+    __slots__ = ("copy_of_all", "on_release")
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        super().__init__(frames)
+        self.copy_of_all: Any = None  # where the transport has it
+        self.on_release: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Let the copy go when its readers have done so. Idempotent."""
+        release, self.on_release, self.copy_of_all = self.on_release, None, None
+        if release is not None:
+            release()
+
+
 class Inbound(NamedTuple):
     """A message that arrived.
 

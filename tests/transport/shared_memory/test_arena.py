@@ -55,6 +55,26 @@ class Reader:
         self.arena.release(self.peer, [lease.number for lease in leases])
 
 
+def test_a_shared_block_is_free_when_its_last_lease_has_ended(arena: Arena) -> None:
+    one, two = Reader(arena, 1), Reader(arena, 2)
+    (first,) = one.lease(MB)
+    (second,) = arena.share(2, [first])
+    (third,) = arena.share(2, [second])
+    two.map(second.segment)
+    assert len({lease.number for lease in (first, second, third)}) == 3
+    assert {lease.offset for lease in (first, second, third)} == {first.offset}
+    assert arena.statistics()["bytes_leased"] == leased(arena) * MB == MB
+    one.release(first)
+    one.release(first)  # late, and repeated
+    two.release(third)
+    assert leased(arena) == 1
+    arena.forget(2)
+    assert leased(arena) == 1, "its process maps the block"
+    two.mapped.clear()
+    arena.reclaim()
+    assert leased(arena) == 0
+
+
 def test_blocks_are_leased_again_after_their_release(arena: Arena) -> None:
     reader = Reader(arena)
     (one,) = reader.lease(MB)

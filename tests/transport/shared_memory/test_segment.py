@@ -48,6 +48,29 @@ def test_data_written_by_the_creator_is_read_by_the_reader() -> None:
     segment.close()
 
 
+@pytest.mark.parametrize("offset", [0, 64, 4096, 5000 * 64])
+def test_what_is_written_to_a_shared_block_is_seen_by_its_writer_only(offset: int) -> None:
+    before = descriptors()
+    segment = Segment(SIZE)
+    segment.write(offset, b"x" * 10_000)
+    one, two, alone = mapped_by(segment, 1), mapped_by(segment, 2), mapped_by(segment, 3)
+    views = [memoryview(each.block(offset, 10_000, shared=True)).cast("B") for each in (one, one, two)]
+    del one, two
+    assert all(bytes(view) == b"x" * 10_000 for view in views)
+    views[0][:] = b"y" * 10_000
+    views[2][5000] = 0
+    assert bytes(views[1]) == bytes(alone.block(offset, 10_000)) == b"x" * 10_000
+    assert bytes(views[0]) == b"y" * 10_000
+    assert bytes(views[2]) == b"x" * 5000 + b"\0" + b"x" * 4999
+    assert segment.is_mapped_by_peer(1)
+    del views
+    assert not segment.is_mapped_by_peer(1)
+    del alone
+    segment.close()
+    del segment
+    assert descriptors() == before
+
+
 def test_it_cannot_shrink_or_grow() -> None:
     segment = Segment(SIZE)
     for size in (SIZE - 4096, SIZE + 4096):

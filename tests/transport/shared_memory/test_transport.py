@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support.messages import messages_of
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.base import Inbound, SharedFrames
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.packing import OWN_BUFFER_BYTES, PreparedFrames
 from zmqgrad.transport.shared_memory.segment import Segment, supported
@@ -26,6 +26,7 @@ from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
 from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 from zmqgrad.wire.codec import decode
 from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.lazy_frame import LazyFrame
 from zmqgrad.wire.messages import ArenaOffer, FrameBuffer, FrameSlice, Manifest, Message, Release
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
@@ -158,6 +159,58 @@ def test_a_segment_that_arrives_by_several_connections_is_mapped_once(sides: tup
     assert b.transport.statistics()["segments_mapped"] == 1
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert (bytes(kept), bytes(more)) == (b"x" * 2000, b"y" * 2000)
+
+
+def test_frames_for_several_peers_are_copied_once(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    frame = bytearray(os.urandom(5000))
+    shared = SharedFrames([frame, b"small"])
+    sent = bytes(frame)
+    (_, first), (other, _) = a.transfer(shared), a.transfer(shared, local=False)
+    assert not uses_arena(other)
+    frame[:] = bytes(5000)  # a second copy would have this
+    prepared, second = a.transfer(shared)
+    assert uses_arena(prepared)
+    assert a.leased == 1
+    shared.release()
+    shared.release()
+    first[0][:4] = b"mine"
+    assert bytes(second[0]) == sent
+    assert bytes(first[0]) == b"mine" + sent[4:]
+    del first
+    b.run_jobs()
+    assert a.leased == 1
+    assert bytes(second[0]) == sent
+    del second
+    b.run_jobs()
+    assert a.leased == 0
+
+
+def test_frames_for_several_peers_of_which_nothing_is_copied(sides: tuple[Side, Side]) -> None:
+    """The arena has no room, or a frame cannot be read: nothing stays leased, and releases are not lost."""
+    a, b = sides
+    too_large = SharedFrames([bytes(2 * SETTINGS.limit)])
+    assert not any(uses_arena(a.transfer(too_large)[0]) for _ in range(2))
+    too_large.release()
+    _, kept = b.transfer([bytes(5000)])
+    del kept
+
+    class Broken(LazyFrame):
+        def __len__(self) -> int:
+            return 5000
+
+        def write_to(self, buffer: memoryview) -> None:
+            raise KeyboardInterrupt
+
+        def materialize(self) -> bytes:
+            raise AssertionError
+
+    for broken in (SharedFrames([Broken()]), [Broken()]):
+        with pytest.raises(KeyboardInterrupt):
+            a.transfer(broken)
+    assert a.leased == 0
+    a.transfer([bytes(5000)])
+    assert b.leased == 0
 
 
 @given(

@@ -190,7 +190,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
                 peer.id, reference, serialized, seconds, func, on_id=on_id, reply_to=reply_to
             )
 
-        return self._begin(worker, func, timeout, errors), send
+        return self._begin(worker, func, timeout, errors)._replace(shared=shared), send
 
     def map(
         self,
@@ -276,7 +276,12 @@ class WorkerGroup(Sequence[WorkerInfo]):
         worker = current_worker()
         peers = self._peers(worker, worker.resolve_timeout(timeout))
         shared = SharedCall(worker, partial(serialize_call, func, args, kwargs))
-        return RRefGroup([call_remote(worker, p.id, func, args, kwargs, timeout, shared.to) for p in peers])
+        try:
+            return RRefGroup(
+                [call_remote(worker, p.id, func, args, kwargs, timeout, shared.to) for p in peers]
+            )
+        finally:
+            shared.release()
 
     def _begin(self, worker: Worker, what: Any, timeout: float, errors: OnErrors) -> GroupCall:
         check_errors(errors)

@@ -124,7 +124,7 @@ class RRefGroup(Sequence[RRef[T]]):
                 serialized=lambda owner: shared.to(owner)[1],
             )
 
-        return call, send
+        return call._replace(shared=shared), send
 
 
 def _call(errors: OnErrors, rrefs: RRefGroup[Any], *method: Any) -> list[Any]:

@@ -29,6 +29,7 @@ from zmqgrad.rpc.reply_port import ReplyPort
 from zmqgrad.rpc.serialization.context import SerializationContext, SerializedPayload
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
+from zmqgrad.transport.base import SharedFrames
 
 OnErrors = Literal["raise", "return"]
 """What becomes of the errors of members: they are raised as one, or each is returned in place of a result."""
@@ -62,10 +63,20 @@ class SharedCall:
         context = self._context_for(peer)
         ready = None if context.devices else self._ready.get(context.main_by_reference)
         if ready is None:
-            ready = self._serialize(context)
-            if not (ready[1].payload.forks or context.devices):  # those are for one worker alone
+            ready = reference, serialized = self._serialize(context)
+            if not (serialized.payload.forks or context.devices):  # those are for one worker alone
+                if serialized.frames:
+                    ready = reference, serialized._replace(frames=SharedFrames(serialized.frames))
                 self._ready[context.main_by_reference] = ready
+                if serialized.payload.pickled is None and reference and not reference.startswith("__main__:"):
+                    self._ready[not context.main_by_reference] = ready
         return ready
+
+    def release(self) -> None:
+        """All messages were sent. Idempotent."""
+        for _, serialized in self._ready.values():
+            if isinstance(serialized.frames, SharedFrames):
+                serialized.frames.release()
 
 
 class GroupCall(NamedTuple):
@@ -77,6 +88,7 @@ class GroupCall(NamedTuple):
         what: the function, for errors.
         seconds: the timeout; 0 for no limit.
         errors: what becomes of errors.
+        shared: what all requests share until they are sent, if there is such.
     """
 
     worker: Worker
@@ -84,6 +96,7 @@ class GroupCall(NamedTuple):
     what: Description
     seconds: float
     errors: OnErrors
+    shared: SharedCall | None = None
 
     def send(self, send: Send, reply_to: int = 0) -> list[PendingCall | Exception]:
         """Send the request of each member; of one that is lost, or failed before, the result is the error.
@@ -104,6 +117,9 @@ class GroupCall(NamedTuple):
         except BaseException:
             self._give_up(sent)
             raise
+        finally:
+            if self.shared is not None:
+                self.shared.release()
         return sent
 
     def send_and_wait(self, send: Send) -> list[Any]:
@@ -123,7 +139,8 @@ class GroupCall(NamedTuple):
             self._wait(sent, port)
             complete = all([c.promise.exception() is None for c in sent if isinstance(c, PendingCall)])
         except BaseException:
-            self._give_up(sent)
+            if may_wait_for_others():  # otherwise the members are to run it all the same
+                self._give_up(sent)
             raise
         finally:
             if complete:

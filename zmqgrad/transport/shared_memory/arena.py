@@ -7,6 +7,8 @@ find out.
 Each lease has a number that is never used again, so a repeated or late release frees nothing that is in use.
 The leases of a lost peer end as soon as no process maps the segment on its behalf: a worker may have left its
 group while its program, or a fork of it, still holds tensors.
+
+A block may be leased to several peers. It is free when the last of these leases has ended.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +64,7 @@ class Arena:
         self._peers: dict[int, LeaseState] = {}
         self._departed: list[LeaseState] = []  # lost peers with leases in segments that are still mapped
         self._writing: set[int] = set()  # leases that a thread is still writing to
+        self._more: Counter[tuple[int, int]] = Counter()  # leases but one of shared blocks, by their place
         self._lease_numbers = itertools.count(1)
         self._lock_bytes = itertools.count(1)  # offsets of the bytes locked for peers
         self._unknown_releases = 0
@@ -104,6 +108,16 @@ class Arena:
             logger.debug("no shared memory for worker %d: %s", peer, e)
             return "no memory"
 
+    def share(self, peer: int, leases: Iterable[Lease]) -> list[Lease]:
+        """Lease the blocks of ``leases``, none of which ends meanwhile, to ``peer`` as well."""
+        with self._lock:
+            state = self._peers.setdefault(peer, LeaseState())
+            shared = [lease._replace(number=next(self._lease_numbers)) for lease in leases]
+            for lease in shared:
+                self._more[lease.segment.id, lease.offset] += 1
+                state.leases[lease.number] = lease
+            return shared
+
     def written(self, leases: Iterable[Lease]) -> None:
         """Nothing more is written to ``leases``: they may be freed if their peer is lost."""
         with self._lock:
@@ -120,9 +134,20 @@ class Arena:
                     leases.append(Lease(next(self._lease_numbers), segment, offset, size))
                     break
             else:
-                _free(leases)
+                self._free(leases)
                 return None
         return leases
+
+    def _free(self, leases: Iterable[Lease]) -> None:
+        """Free the blocks of ``leases`` that nobody else has."""
+        for lease in leases:
+            place = lease.segment.id, lease.offset
+            if place not in self._more:
+                lease.segment.free_list.free(lease.offset)
+            elif self._more[place] > 1:
+                self._more[place] -= 1
+            else:
+                del self._more[place]
 
     def open_for(self, peer: int, segment: Segment) -> int:
         """Return a descriptor of ``segment`` for ``peer``. The caller must close it.
@@ -144,7 +169,7 @@ class Arena:
             found = [state.leases.pop(n, None) for n in numbers]
             leases = [lease for lease in found if lease is not None]
             self._unknown_releases += len(found) - len(leases)
-            _free(leases)
+            self._free(leases)
 
     def _new_segment(self, needed: int) -> Segment | None:
         """Add a segment with room for ``needed`` bytes; None beyond the limit.
@@ -197,7 +222,7 @@ class Arena:
             ]
             for lease in unmapped:
                 del state.leases[lease.number]
-            _free(unmapped)
+            self._free(unmapped)
         self._departed = [state for state in self._departed if state.leases]
 
     def trim(self) -> int:
@@ -222,6 +247,7 @@ class Arena:
                 segment.close()
             self._segments, self._departed = [], []
             self._peers.clear()
+            self._more.clear()
 
     def statistics(self) -> dict[str, Any]:
         """Return the limit, the use of memory, and the leases."""
@@ -234,8 +260,3 @@ class Arena:
                 "bytes_leased": sum(s.free_list.used for s in self._segments),
                 "unknown_releases": self._unknown_releases,
             }
-
-
-def _free(leases: Iterable[Lease]) -> None:
-    for lease in leases:
-        lease.segment.free_list.free(lease.offset)

@@ -148,7 +148,7 @@ class MappedSegment:
     """A peer's segment, mapped here as long as it or one of its blocks is referenced.
 
     Args:
-        fd: its descriptor, which this closes.
+        fd: its descriptor, which this closes in the end.
         size: in bytes.
 
     Raises:
@@ -157,18 +157,36 @@ class MappedSegment:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
+        self._descriptor = -1
         try:
             stat = os.fstat(fd)
             if stat.st_size != size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError(f"the memory has {stat.st_size} bytes (expected {size}), or may shrink")
             self._map = mmap.mmap(fd, size)  # duplicates the descriptor, and keeps the lock
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        self._descriptor = fd
 
-    def block(self, offset: int, size: int) -> Any:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Bound as a default: see Handle.__del__.
+        if self._descriptor >= 0:
+            close(self._descriptor)
+
+    def block(self, offset: int, size: int, shared: bool = False) -> Any:
         """Return ``size`` bytes as a ctypes array, which allows weak references and is kept by what uses it.
+
+        Args:
+            offset, size: of the block.
+            shared: others read it, too, and do not see what is written to the array: the kernel copies a page
+                when it is first written to.
 
         Raises:
             ValueError: if the block is not within the segment.
+            OSError: if a shared one cannot be mapped.
         """
-        return _array_type(size).from_buffer(self._map, offset)
+        if not shared:
+            return _array_type(size).from_buffer(self._map, offset)
+        start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        own = mmap.mmap(self._descriptor, offset + size - start, mmap.MAP_PRIVATE, offset=start)
+        return _array_type(size).from_buffer(own, offset - start)

@@ -17,7 +17,7 @@ from typing import Any
 
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import ServiceThread
-from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.base import Buffer, SharedFrames
 from zmqgrad.transport.local.connection import Offer
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.arena import Arena, Lease
@@ -28,12 +28,15 @@ from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.lazy_frame import Frame
-from zmqgrad.wire.messages import ArenaOffer, FrameBuffer, Manifest, Message, Release
+from zmqgrad.wire.messages import ArenaOffer, FrameBuffer, FrameSlice, Manifest, Message, Release
 
 logger = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 0.05
 """How long released blocks wait for a message that can carry the release."""
+
+SHARED = -1
+"""Has the leases of blocks for several peers until all of these have theirs. No worker has this id."""
 
 TRIM_SECONDS = 30.0
 """Free memory of an arena that was not used for once to twice this time returns to the system."""
@@ -93,22 +96,18 @@ class SharedMemoryTransport:
         total = sum(sizes)
         if total >= self._threshold:
             buffers, slices = plan(sizes)
-            leases = self._lease(peer, local, buffers)
+            shared = isinstance(frames, SharedFrames)
+            try:
+                leases = self._lease(peer, local, buffers, slices, frames)
+            except BaseException:
+                self._mapped_blocks.restore_releases(peer, released)
+                raise
             if leases is not None:
-                placed = tuple([FrameBuffer(b.segment.id, b.number, b.offset, b.size) for b in leases])
+                placed = [FrameBuffer(b.segment.id, b.number, b.offset, b.size, shared) for b in leases]
                 segments = {lease.segment.id: lease.segment for lease in leases}
-                prepared = PreparedFrames(Manifest(placed, slices, released), (), tuple(segments.values()))
-                try:
-                    for part, frame in zip(slices, frames, strict=True):
-                        lease = leases[part.buffer]
-                        lease.segment.write(lease.offset + part.offset, frame, self._copy)
-                except BaseException:  # including Ctrl-C, as large copies take long
-                    self._arena.written(leases)
-                    self.rollback(peer, prepared)
-                    raise
-                self._arena.written(leases)
+                manifest = Manifest(tuple(placed), slices, released)
                 self.bytes_out += total
-                return prepared
+                return PreparedFrames(manifest, (), tuple(segments.values()))
         return pack_for_socket(frames, sizes, released)
 
     def rollback(self, peer: int, prepared: PreparedFrames, *, perhaps_sent: bool = False) -> None:
@@ -125,14 +124,39 @@ class SharedMemoryTransport:
                 return
             self._arena.release(peer, [p.block for p in prepared.manifest.buffers if p.segment])
 
-    def _lease(self, peer: int, local: bool, sizes: list[int]) -> list[Lease] | None:
+    def _lease(
+        self,
+        peer: int,
+        local: bool,
+        sizes: list[int],
+        slices: Sequence[FrameSlice],
+        frames: Sequence[Frame],
+    ) -> list[Lease] | None:
+        """Lease blocks to ``peer`` with the bytes of ``frames``; None if that is not possible."""
+        shared = isinstance(frames, SharedFrames)
+        if isinstance(frames, SharedFrames) and frames.copy_of_all and local:
+            return self._arena.share(peer, frames.copy_of_all)
+        owner = SHARED if shared else peer
         if not self._arena.limit or self._pid != os.getpid():
             result: list[Lease] | str = "off"
         else:
-            result = self._arena.lease(peer, sizes, keep=True) if local else "other host"
+            result = self._arena.lease(owner, sizes, keep=True) if local else "other host"
         if isinstance(result, str):
             self.fallbacks[result] += 1
             return None
+        try:
+            for part, frame in zip(slices, frames, strict=True):
+                lease = result[part.buffer]
+                lease.segment.write(lease.offset + part.offset, frame, self._copy)
+        except BaseException:  # including Ctrl-C, as large copies take long
+            self._arena.written(result)
+            self._arena.release(owner, [lease.number for lease in result])
+            raise
+        self._arena.written(result)
+        if isinstance(frames, SharedFrames):
+            frames.copy_of_all = result
+            frames.on_release = partial(self._arena.release, owner, [lease.number for lease in result])
+            result = self._arena.share(peer, result)
         if not self._trim_scheduled:
             self._trim_scheduled = True
             self._schedule(TRIM_SECONDS, self._trim)

@@ -26,13 +26,15 @@ class FrameBuffer(WireStruct, frozen=True):
 
     ``segment`` is the segment of the arena, in which the block has ``size`` bytes at ``offset``. If it is 0,
     the buffer is the next ZeroMQ frame of this message, or, if ``block`` is not 0, the frame that was
-    received in chunks as stream ``block``.
+    received in chunks as stream ``block``. A block that is ``shared`` has other readers: what this one writes
+    to it, they must not see.
     """
 
     segment: Id = 0
     block: Id = 0
     offset: Size = 0
     size: Size = 0
+    shared: bool = False
 
 
 class FrameSlice(WireStruct, frozen=True):
