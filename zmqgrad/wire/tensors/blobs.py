@@ -13,12 +13,12 @@ from zmqgrad.wire.lazy_frame import Frame, LazyFrame
 from zmqgrad.wire.messages import MAX_TENSORS, Blob, BlobLocation, TensorBatch, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors.modes import without_modes
 
-MAX_INLINE_BYTES = 16 << 10
-"""Larger blobs travel in a frame of their own instead of in the header."""
+MAX_INLINE_BYTES = 16_000
+"""Limit for blobs in the header of a message; larger ones travel in a frame of their own. A message of that
+size still fits, with its header, in one packet within a host (16 KiB)."""
 
-MANY_BYTES = 64 << 10
 MAX_INLINE_BYTES_AMONG_MANY = 256
-"""Limit for blobs in the header in a message with more than ``MANY_BYTES`` of tensors."""
+"""Limit for blobs in the header in a message with more than ``MAX_INLINE_BYTES`` of tensors."""
 
 ALIGNMENT_BYTES = 64
 """Alignment of blobs that share a frame: enough for every dtype, and one cache line."""

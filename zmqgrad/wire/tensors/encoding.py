@@ -12,7 +12,7 @@ from zmqgrad.errors import PayloadError
 from zmqgrad.wire.lazy_frame import Frame
 from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
-from zmqgrad.wire.tensors.blobs import MANY_BYTES, Blobs, blob_of
+from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES, Blobs, blob_of
 from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
 from zmqgrad.wire.tensors.dtypes import NAMES
 from zmqgrad.wire.tensors.memory import check_parts, extent, holds, materialized
@@ -91,13 +91,13 @@ def _encode_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: 
         )
     places = _places(tensors)
     if places is not None:
-        out = Blobs(frames, sum([size for _, size in places]) > MANY_BYTES)
+        out = Blobs(frames, sum([size for _, size in places]) > MAX_INLINE_BYTES)
         if separate or len(tensors) < MIN_TENSORS:
             return out.finish([_encode_plain(t, out) for t in tensors])
         batches, others = make_batches(tensors, places, out)
         return out.finish([_encode_plain(tensors[n], out) for n in others], batches)
     shared = Sharing(tensors)
-    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY_BYTES)
+    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MAX_INLINE_BYTES)
     return out.finish(
         [
             shared.encode_tensors(t, out)
