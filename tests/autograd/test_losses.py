@@ -135,9 +135,11 @@ def test_gradients_for_a_worker_that_is_being_shut_down_say_so() -> None:
         loss = rpc.rpc_sync(1, double, (leaf(3),)).sum()
         with c2.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, target=1) as held:
 
+            raised = threading.Event()
+
             def deliver() -> None:
                 held.release()
-                c2.network.wait_quiet()
+                raised.wait(20.0)  # the mailbox is closed only then
 
             def shut_down() -> None:
                 held.wait()
@@ -148,6 +150,7 @@ def test_gradients_for_a_worker_that_is_being_shut_down_say_so() -> None:
             thread.start()
             with pytest.raises(RuntimeError, match="worker worker1 was shut down while a backward pass"):
                 backward(ctx, [loss])
+            raised.set()
             thread.join(20.0)
 
 
