@@ -10,6 +10,8 @@
   first line; ``restart_torch``: until it has imported torch.
 - ``join``: a second node starts (``--nnodes 1:2``). Until the last worker of the round of both executes its
   first line; the start of the launcher's own process counts.
+- ``spare``: one of two nodes is killed by SIGKILL while a third waits (``--nnodes 2``). Until the last worker
+  of the next round executes its first line.
 - ``nodes_64``: as ``rendezvous_N``, 64 processes without torch, zmqgrad only; then the traffic of their
   keep-alives at the store, for some seconds.
 
@@ -44,7 +46,13 @@ from zmqgrad.interop import torchrun
 SIZES = (2, 4, 8)
 NODES = 64
 LIMIT_SECONDS = 120.0
-GOALS = {**{f"rendezvous_{n}": 0.1 for n in SIZES}, "restart": 0.3, "restart_torch": 0.3, "join": 0.5}
+GOALS = {
+    **{f"rendezvous_{n}": 0.1 for n in SIZES},
+    "restart": 0.3,
+    "restart_torch": 0.3,
+    "join": 0.5,
+    "spare": 0.2,
+}
 
 
 def rendezvous(place: Place, side: str, port: int) -> dict[str, float]:
@@ -97,6 +105,7 @@ def pieces(ours: str) -> list[Piece]:
         "restart": (elastic_launchers.restart, "a killed worker until the next round runs"),
         "restart_torch": (elastic_launchers.restart_with_torch, "the same, with import torch"),
         "join": (elastic_launchers.join, "a node starts until the round of both runs"),
+        "spare": (elastic_launchers.spare, "a killed node until a round with the spare runs"),
     }
     return made + [Piece(name, [Row(name, says)], launched(name, run)) for name, (run, says) in rows.items()]
 

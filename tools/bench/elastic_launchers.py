@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ WORKER = """
 import time; {extra}began = time.monotonic()
 import json, os, signal, socket
 report = {{name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}}
-report |= {{"pid": os.getpid(), "began": began}}
+report |= {{"pid": os.getpid(), "agent": os.getppid(), "began": began}}
 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
     s.sendto(json.dumps(report).encode(), {path!r})
 signal.pause()
@@ -47,6 +47,9 @@ LIMIT_SECONDS = 60.0
 """For the workers of one round to begin."""
 
 END_SECONDS = 30.0
+
+SPARE_SECONDS = 6.0
+"""For a third agent to start, and to wait as a spare: that of torch says nothing then."""
 
 Report = dict[str, Any]
 
@@ -75,6 +78,17 @@ class Job:
             self._agents.append(
                 subprocess.Popen(self._command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
             )
+
+    def kill_agent(self, number: int, reports: list[Report]) -> float:
+        """Kill an agent, and its worker, by SIGKILL, as if its host failed. Returns when."""
+        agent = self._agents[number]
+        killed = time.monotonic()
+        agent.kill()
+        for report in reports:
+            if report["agent"] == agent.pid:
+                with suppress(ProcessLookupError):  # it died with its agent
+                    os.kill(report["pid"], signal.SIGKILL)
+        return killed
 
     def wait_for_round(self, world_size: int, after: float) -> list[Report]:
         """Wait until all workers of a round of ``world_size`` have begun, after that time.
@@ -144,3 +158,14 @@ def join(launcher: str) -> float:
         began = time.monotonic()
         job.start_agent()
         return last_begin(job.wait_for_round(2, began)) - began
+
+
+def spare(launcher: str) -> float:
+    """Seconds from the death of one of two nodes to the last first line of the round with a spare."""
+    with _job(launcher, "2", 1) as job:
+        job.start_agent()
+        begun = job.wait_for_round(2, 0.0)
+        job.start_agent()
+        time.sleep(SPARE_SECONDS)
+        killed = job.kill_agent(1, begun)  # the first one serves the store
+        return last_begin(job.wait_for_round(2, killed)) - killed
