@@ -63,10 +63,11 @@ class Job:
         self._reports.bind(path)
         script = directory / "worker.py"
         script.write_text(WORKER.format(path=path, extra=extra))
+        self._port = free_port()
         self._command = [
             *LAUNCHERS[launcher],
             *(f"--nnodes={nodes}", f"--nproc-per-node={workers}", "--max-restarts=3", "--rdzv-id=bench"),
-            *(f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=last_call_timeout=1"),
+            *(f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-conf=last_call_timeout=1"),
             *("--local-addr=127.0.0.1", str(script)),
         ]
         self._log = directory / "log"
@@ -78,6 +79,21 @@ class Job:
             self._agents.append(
                 subprocess.Popen(self._command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
             )
+
+    def wait_for_store(self) -> None:
+        """Wait until an agent serves the store: agents that start later only connect to it.
+
+        Raises:
+            PieceFailed: if none does within ``LIMIT_SECONDS``.
+        """
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", self._port)).close()
+                return
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        raise PieceFailed(f"no agent serves the store:\n{self._log.read_text()}")
 
     def kill_agent(self, number: int, reports: list[Report]) -> float:
         """Kill an agent, and its worker, by SIGKILL, as if its host failed. Returns when."""
@@ -163,9 +179,10 @@ def join(launcher: str) -> float:
 def spare(launcher: str) -> float:
     """Seconds from the death of one of two nodes to the last first line of the round with a spare."""
     with _job(launcher, "2", 1) as job:
+        job.wait_for_store()
         job.start_agent()
         begun = job.wait_for_round(2, 0.0)
         job.start_agent()
         time.sleep(SPARE_SECONDS)
-        killed = job.kill_agent(1, begun)  # the first one serves the store
+        killed = job.kill_agent(1, begun)
         return last_begin(job.wait_for_round(2, killed)) - killed
