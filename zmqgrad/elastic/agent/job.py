@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zmqgrad.elastic.agent.addresses import master_address, reserve_port, worker_port
@@ -19,6 +20,7 @@ from zmqgrad.elastic.agent.variables import ERROR_FILE, common_variables, worker
 from zmqgrad.elastic.agent.workers import ScriptWorker, Worker
 from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.elastic.settings import RendezvousTimeout
+from zmqgrad.errors import ConfigurationError
 
 StartWorker = Callable[[Placement, int, Mapping[str, str], Path], Worker]
 """(place, local rank, environment, directory of the round for its files) -> a running worker."""
@@ -133,9 +135,10 @@ def open_coordinator(config: LaunchConfig, reserved: list[socket.socket]) -> Coo
             port = int(reserved[0].getsockname()[1])
         watched = 0
         if distributed and ends_workers():
-            reserved.append(reserve_port(address, 0))
-            reserved[-1].listen()
-            watched = int(reserved[-1].getsockname()[1])
+            with suppress(ConfigurationError):  # no port of the range is left: the heartbeat must do
+                reserved.append(reserve_port(address, 0))
+                reserved[-1].listen()
+                watched = int(reserved[-1].getsockname()[1])
         return NodeInfo(
             node, config.role, config.nproc_per_node, restarts, address, port, config.node_rank, watched
         )
