@@ -108,6 +108,19 @@ def test_gradients_equal_those_of_one_process_in_every_mode(workers: int) -> Non
         wait_until_released(c)
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+def test_gradients_of_group_calls_equal_those_of_one_process(hooks: bool) -> None:
+    """Those of an argument of all members are summed; of one of ``map``, each comes from its member."""
+    with cluster(3, OPTIONS) as c:
+
+        @given(programs(3, all_used=False, hooks=hooks, groups=True))
+        def gradients_equal(program: Program) -> None:
+            check_all_modes(c, program)
+
+        gradients_equal()
+        wait_until_released(c)
+
+
 def test_hooks_run_once_on_whole_gradients() -> None:
     with cluster(3, OPTIONS) as c:
 

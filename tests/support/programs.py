@@ -30,6 +30,7 @@ from zmqgrad.autograd import grad as dist_grad
 
 SIDE = 2
 HOWS = ("sync", "async", "remote")
+GROUP_HOWS = (*HOWS, "map", "map_async")
 
 # ---- programs as data -----------------------------------------------------------------------------------
 
@@ -105,6 +106,32 @@ class Call:
 
 
 @dataclass(frozen=True)
+class GroupCall:
+    """Workers ``to`` run ``body`` on copies of ``args``, by one group call.
+
+    By ``map``, each has arguments of its own: the next one is first.
+    """
+
+    to: tuple[int, ...]
+    how: str
+    args: tuple[int, ...]
+    body: Body
+
+    def args_of(self, member: int) -> list[int]:
+        """The positions of the arguments of a member, by its number in the group."""
+        shift = member % len(self.args) if self.args and self.how.startswith("map") else 0
+        return [*range(shift, len(self.args)), *range(shift)]
+
+
+@dataclass(frozen=True)
+class AllLayers:
+    """All modules are applied to value ``a``, by one method call of their references."""
+
+    a: int
+    how: str
+
+
+@dataclass(frozen=True)
 class Body:
     """Steps, and the values to return. ``fold``: values that nothing uses are added to the first of these."""
 
@@ -113,7 +140,7 @@ class Body:
     fold: bool = True
 
 
-Step = Op | InPlace | Hook | Quiet | Rows | Leaf | Layer | Call
+Step = Op | InPlace | Hook | Quiet | Rows | Leaf | Layer | Call | GroupCall | AllLayers
 
 
 @dataclass(frozen=True, repr=False)
@@ -249,12 +276,17 @@ _UNARY_IN_PLACE = ("half_", "tanh_")
 
 @st.composite
 def programs(
-    draw: st.DrawFn, workers: int, all_used: bool = True, hooks: bool = False, rich: bool = False
+    draw: st.DrawFn,
+    workers: int,
+    all_used: bool = True,
+    hooks: bool = False,
+    rich: bool = False,
+    groups: bool = False,
 ) -> Program:
     """A program for ``workers`` workers.
 
     ``all_used``: each remote result reaches a root, as FAST needs. ``rich``: several passes and contexts,
-    regions without grad, sparse gradients; with ``hooks``, also hooks of leaves.
+    regions without grad, sparse gradients; with ``hooks``, also hooks of leaves. ``groups``: group calls.
     """
     homes = st.integers(0, workers - 1)
     program = Program(
@@ -262,7 +294,11 @@ def programs(
         driver=draw(homes),
         leaves=tuple(draw(st.lists(homes, min_size=1, max_size=4))),
         layers=tuple(draw(st.lists(homes, max_size=2))),
-        body=draw(_bodies(homes, 3, st.just(True) if all_used else st.booleans(), hooks, rich)),
+        body=draw(
+            _bodies(
+                homes, 2 if groups else 3, st.just(True) if all_used else st.booleans(), hooks, rich, groups
+            )
+        ),
         roots=draw(st.integers(1, 3)),
     )
     if not rich:
@@ -281,7 +317,12 @@ def programs(
 
 
 def _bodies(
-    homes: st.SearchStrategy[int], depth: int, folds: st.SearchStrategy[bool], hooks: bool, rich: bool
+    homes: st.SearchStrategy[int],
+    depth: int,
+    folds: st.SearchStrategy[bool],
+    hooks: bool,
+    rich: bool,
+    groups: bool = False,
 ) -> st.SearchStrategy[Body]:
     value = st.integers(0, 7)
     kinds: list[st.SearchStrategy[Any]] = [
@@ -294,9 +335,14 @@ def _bodies(
         kinds += [st.builds(Op, st.sampled_from(_MAKE), value, value), st.builds(Hook, value)] * 3
     if rich:
         kinds += [st.builds(Quiet, value), st.builds(Rows, value, st.booleans())]
+    if groups:
+        kinds += [st.builds(AllLayers, value, st.sampled_from(HOWS))] * 2
     if depth:
         args = st.lists(value, max_size=3).map(tuple)
-        inner = _bodies(homes, depth - 1, folds, hooks, rich)
+        inner = _bodies(homes, depth - 1, folds, hooks, rich, groups)
+        if groups:
+            members = st.lists(homes, min_size=1, max_size=4, unique=True).map(tuple)
+            kinds += [st.builds(GroupCall, members, st.sampled_from(GROUP_HOWS), args, inner)] * 4
         kinds += [st.builds(Call, homes, st.sampled_from(HOWS), args, inner)] * 3
         if rich:
             kinds.append(st.builds(Call, homes, st.sampled_from(HOWS), args, inner, st.just(True)))
@@ -341,6 +387,18 @@ def _show(program: Program, body: Body, count: int, lines: list[str], indent: st
                 which = f"layer {step.number % len(program.layers)} ({step.how})"
                 lines.append(f"{indent}{made} = {which} of {v(step.a)}")
                 count += 1
+        elif isinstance(step, AllLayers):
+            made = ", ".join(f"v{count + i}" for i in range(len(program.layers)))
+            lines.append(f"{indent}{made or 'nothing'} = all layers ({step.how}) of {v(step.a)}")
+            count += len(program.layers)
+        elif isinstance(step, GroupCall):
+            number = len(step.to) * len(step.body.returns)
+            made = ", ".join(f"v{count + i}" for i in range(number))
+            lines.append(
+                f"{indent}{made} = group of {step.to} ({step.how}) with {v(*step.args) or 'nothing'}:"
+            )
+            _show(program, step.body, len(step.args), lines, indent + "    ")
+            count += number
         else:
             made = ", ".join(f"v{count + i}" for i in range(len(step.body.returns)))
             how = f"{step.how}, no_grad" if step.quiet else step.how
@@ -374,6 +432,14 @@ class World(Protocol):
 
     def call(self, step: Call, args: list[Tensor]) -> tuple[list[Get], bool]:
         """What a call returns, and whether that comes in a message."""
+        ...
+
+    def group_call(self, step: GroupCall, args: list[Tensor]) -> list[Get]:
+        """What a group call returns: of all members, one after another."""
+        ...
+
+    def all_layers(self, step: AllLayers, x: Tensor) -> list[Get]:
+        """What all modules make of ``x``."""
         ...
 
     in_place: bool
@@ -446,6 +512,14 @@ def run_body(body: Body, world: World, values: list[_Value]) -> list[Tensor]:
             if applied is not None:
                 at(step.a).use()
                 values.append(_Value(applied, False))
+        elif isinstance(step, AllLayers):
+            applications = world.all_layers(step, at(step.a).get())
+            if applications:
+                at(step.a).use()
+                values += [_Value(get, world.in_place) for get in applications]
+        elif isinstance(step, GroupCall):
+            gets = world.group_call(step, [at(i).use() for i in step.args])
+            values += [_Value(get, world.in_place) for get in gets]
         else:
             args = [at(i).use(not step.quiet) for i in step.args]
             with torch.set_grad_enabled(not step.quiet):
@@ -606,6 +680,16 @@ class _Here:
             returned = [t.detach() for t in returned]
         return [lambda t=t: t for t in returned], False  # type: ignore[misc]
 
+    def group_call(self, step: GroupCall, args: list[Tensor]) -> list[Get]:
+        made: list[Tensor] = []
+        for member in range(len(step.to)):
+            made += run_body(step.body, self, _there([args[i] for i in step.args_of(member)], False))
+        return [lambda t=t: t for t in made]  # type: ignore[misc]
+
+    def all_layers(self, step: AllLayers, x: Tensor) -> list[Get]:
+        made = [layer(x) for layer in self.layers]
+        return [lambda y=y: y for y in made]  # type: ignore[misc]
+
 
 def gradients_here(program: Program) -> Gradients:
     """The gradients of all parameters, of plain torch."""
@@ -682,6 +766,54 @@ class _OverRpc:
             return once[0][i]
 
         return [lambda i=i: get(i) for i in range(len(step.body.returns))], received  # type: ignore[misc]
+
+    def group_call(self, step: GroupCall, args: list[Tensor]) -> list[Get]:
+        group, number = rpc.group(step.to), len(step.body.returns)
+        sent = (step.body, self.holders, args, True, False)
+        each = [
+            (step.body, self.holders, [args[i] for i in step.args_of(member)], True, False)
+            for member in range(len(step.to))
+        ]
+        wait: Callable[[], list[Any]]
+        if step.how == "sync":
+            returned = group.call(serve, sent)
+            wait = lambda: returned  # noqa: E731
+        elif step.how == "map":
+            mapped = group.map(serve, each)
+            wait = lambda: mapped  # noqa: E731
+        elif step.how == "async":
+            wait = group.call_async(serve, sent).wait
+        elif step.how == "map_async":
+            wait = group.map_async(serve, each).wait
+        else:
+            wait = group.remote(serve, sent).to_here
+        return _when_asked(wait, len(step.to), number)
+
+    def all_layers(self, step: AllLayers, x: Tensor) -> list[Get]:
+        layers: rpc.RRefGroup[Any] = rpc.RRefGroup(self.layers)
+        if not layers:
+            return []
+        wait: Callable[[], list[Any]]
+        if step.how == "sync":
+            returned = layers.rpc_sync().forward(x)
+            wait = lambda: returned  # noqa: E731
+        elif step.how == "async":
+            wait = layers.rpc_async().forward(x).wait
+        else:
+            wait = layers.remote().forward(x).to_here
+        return _when_asked(wait, len(layers), 1)
+
+
+def _when_asked(wait: Callable[[], list[Any]], members: int, number: int) -> list[Get]:
+    """What ``wait`` returns for each of the members: ``number`` tensors, one after another."""
+    once: list[list[Tensor]] = []
+
+    def get(i: int) -> Tensor:
+        if not once:
+            once.append([tensor for returned in wait() for tensor in _as_list(returned)])
+        return once[0][i]
+
+    return [lambda i=i: get(i) for i in range(members * number)]  # type: ignore[misc]
 
 
 def serve(
