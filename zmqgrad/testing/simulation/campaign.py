@@ -29,6 +29,9 @@ from zmqgrad.testing.simulation.scheduler import Failure
 REAL_SECONDS = 120
 """A run that takes longer is stuck in a real wait, which is a fault of the simulation, or starved."""
 
+PROGRAMS = f"{__package__}.programs"
+"""The module of which all drawn programs use a copy of their own."""
+
 LAST_MESSAGES = 20
 """So many are told of a seed that fails."""
 
@@ -40,7 +43,8 @@ class Faults:
     Attributes:
         kills: how many workers are killed.
         dropped: how often a connection is dropped, or all, with what was in flight.
-        partitions: how often nothing passes from a host to another, or between the two.
+        partitions: how often nothing passes from a host to another, or between the two; of three hosts, it is
+            not the first, where the store is.
         stalls: how often the I/O thread of libzmq does nothing in a process.
         stops: how often a process is stopped, as by SIGSTOP.
         lasting: the longest time in seconds that a partition, a stall or a stop lasts.
@@ -184,7 +188,8 @@ def run_seed(
     """
     torch.set_num_threads(1)
     module = _module_of(program)
-    also = () if module.startswith("zmqgrad.") and not module.startswith(__package__ + ".") else (module,)
+    own = module.startswith(__package__ + ".")
+    also = () if module.startswith("zmqgrad.") and not own else (*([PROGRAMS] if own else []), module)
     world = _world(workers, hosts, also)
     variables = {**DEFAULTS, "WORLD_SIZE": str(workers), **(environment or {})}
 
@@ -267,7 +272,7 @@ def _prepare(
         scheduler.call_at(_moment(rng, faults), functools.partial(_drop, world))
     hosts = sorted({process.network.host for process in world.processes})
     for _ in range(faults.partitions if len(hosts) > 1 else 0):
-        one, other = rng.sample(hosts, 2)
+        one, other = rng.sample(hosts[len(hosts) > 2 :], 2)
         began, both = _moment(rng, faults), rng.random() < 0.5
         scheduler.call_at(began, functools.partial(world.network.partition, [one], [other], both))
         scheduler.call_at(began + rng.random() * faults.lasting, world.network.heal)

@@ -4,25 +4,53 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from itertools import islice
+from typing import Any, NamedTuple
 
-from zmqgrad.testing.simulation import oracles, programs
+from zmqgrad.testing.simulation import dynamic_programs, elastic_programs, oracles, programs
 from zmqgrad.testing.simulation.campaign import Faults, Run, run_seed
 
-HOSTS = ("host0", "host1")
-"""Half of the jobs whose connections are not disturbed run on the first only: what is lost within the library
-shows itself where no acknowledgement wakes who should have been woken."""
+HOSTS = ("host0", "host1", "host2")
+"""Two of them, or all if so many are needed. Half of the jobs whose connections are not disturbed run on the
+first only: what is lost within the library shows itself where no acknowledgement wakes who should have been
+woken."""
+
+
+class Kind(NamedTuple):
+    """What goes wrong, in which program, and what must be true all the same."""
+
+    program: Callable[[int], object]
+    faults: Faults
+    check: Callable[[Run, list[Any]], None] = oracles.check
+    hosts: int = 2
+
 
 KINDS = {
-    "none": (programs.program, Faults(latency=0.002)),
-    "drops": (programs.program, Faults(latency=0.002, dropped=3, within=0.1)),
-    "kills": (programs.program_with_losses, Faults(latency=0.005, kills=1, within=0.25)),
-    "stops": (programs.program, Faults(latency=0.002, stops=3, within=0.1)),
-    "partitions": (programs.program, Faults(latency=0.002, partitions=2, stalls=1, within=0.1, io=0.01)),
+    "none": Kind(programs.program, Faults(latency=0.002)),
+    "drops": Kind(programs.program, Faults(latency=0.002, dropped=3, within=0.1)),
+    "kills": Kind(programs.program_with_losses, Faults(latency=0.005, kills=1, within=0.25)),
+    "stops": Kind(programs.program, Faults(latency=0.002, stops=3, within=0.1)),
+    "partitions": Kind(programs.program, Faults(latency=0.002, partitions=2, stalls=1, within=0.1, io=0.01)),
+    "members": Kind(dynamic_programs.program, Faults(latency=0.002), oracles.check_members),
+    "suspicions": Kind(
+        dynamic_programs.program_with_suspicions,
+        Faults(latency=0.002, partitions=2, lasting=12.0, within=1.0),
+        oracles.check_members,
+        3,
+    ),
+    "deaths": Kind(
+        dynamic_programs.program_with_deaths,
+        Faults(latency=0.005, kills=1, within=0.25, io=0.002),
+        oracles.check_members,
+    ),
+    "broken-rounds": Kind(
+        elastic_programs.program, Faults(latency=0.002, kills=1, within=4.0), oracles.check_rounds
+    ),
+    "rounds": Kind(elastic_programs.program, Faults(latency=0.002), oracles.check_rounds),
 }
-"""What goes wrong, by name, and in which program."""
+"""By name."""
 
 
 def kind_of(seed: int) -> str:
@@ -37,9 +65,11 @@ def run(seed: int, kind: str | None = None, *, inline: bool = False) -> Run:
         kind: of the faults; default: :func:`kind_of` the seed.
         inline: see :func:`~zmqgrad.testing.simulation.simulate`.
     """
-    program, faults = KINDS[kind or kind_of(seed)]
-    alone = not (faults.dropped or faults.partitions) and seed // len(KINDS) % 2 == 1
-    return run_seed(program, 4, seed, HOSTS[:1] if alone else HOSTS, faults, oracles.check, inline=inline)
+    program, faults, check, count = KINDS[kind or kind_of(seed)]
+    alone = not (faults.dropped or faults.partitions) and seed % 10 >= 5
+    hosts = HOSTS[: 1 if alone else count]
+    environment = {programs.HOSTS: str(len(hosts))}
+    return run_seed(program, 4, seed, hosts, faults, check, environment=environment, inline=inline)
 
 
 def run_many(seeds: Iterable[int], jobs: int) -> Iterator[Run]:

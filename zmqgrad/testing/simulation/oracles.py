@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from typing import Any
 
 from zmqgrad.testing.simulation.linearizability import Operation, explain
+
+GONE = ("PeerLostError", "UnknownWorkerError", "NotInitializedError", "was shut down")
+"""What tells that a worker has left."""
+
+MEET_SECONDS = 5.0
+"""How long two nodes wait at the same time, at most, until they take part in a round."""
 
 LAG_SECONDS = 1.0
 """How long a notification takes at most if nothing is lost. A client asks what it missed only after 5 s."""
@@ -32,10 +40,101 @@ def check(run: Any, copies: list[Any]) -> None:
         raise AssertionError(f"a watch showed the last state after {lag:.3f} s, though nothing was lost")
 
 
-def _check_calls(run: Any, ran: list[str]) -> None:
+def check_members(run: Any, copies: list[Any]) -> None:
+    """As :func:`check`, of programs of dynamic groups.
+
+    Args:
+        run: as there.
+        copies: :mod:`~zmqgrad.testing.simulation.dynamic_programs` as each process has it.
+
+    Raises:
+        AssertionError: if something is not true.
+    """
+    if run.losses and 0 not in run.killed:  # it serves the store
+        raise AssertionError(f"worker 0 lives, but these were raised: {run.losses}")
+    lives = [life for copy in copies for life in copy.lives]
+    killed = {f"worker{rank}" for rank in run.killed}
+    _check_ran_once([token for copy in copies for token in copy.executed])
+    _check_store([each for copy in copies for each in copy.operations])
+    for rank, copy in enumerate(copies):
+        if copy.unresolved:
+            raise AssertionError(f"nothing was learned of these calls: {', '.join(copy.unresolved)}")
+        for failure in copy.failures if rank not in run.killed and 0 not in run.killed else ():
+            _check_failure(failure, lives, killed, run.faults.partitions > 0)
+        for life in copy.lives:
+            _check_events(life, lives, killed)
+
+
+def check_rounds(run: Any, copies: list[Any]) -> None:
+    """As :func:`check`, of :mod:`~zmqgrad.testing.simulation.elastic_programs`.
+
+    One round has one state, its ranks are unique (the program checks it), and nobody waits for ever.
+    """
+    rounds: defaultdict[str, list[Any]] = defaultdict(list)
+    for copy in copies:
+        for stay in copy.stays:
+            if stay.store:
+                rounds[stay.store].append(stay)
+            if stay.error and not run.faults.loses_workers:
+                _check_stay(stay, copies)
+    for number, stays in rounds.items():
+        if len({stay.size for stay in stays}) > 1 or not all(0 <= stay.rank < stay.size for stay in stays):
+            raise AssertionError(f"the nodes of round {number} do not agree: {stays}")
+
+
+def _check_stay(stay: Any, copies: list[Any]) -> None:
+    """Nothing fails, except that whoever is alone waits in vain for a round of two."""
+    if stay.least > 1 and math.isinf(stay.joined) and "RendezvousTimeoutError" in stay.error:
+        others = [
+            each for copy in copies for each in copy.stays if each is not stay and math.isinf(each.joined)
+        ]
+        if all(min(each.ended, stay.ended) - max(each.began, stay.began) < MEET_SECONDS for each in others):
+            return
+    raise AssertionError(f"a node could not take part, or not to the end: {stay}")
+
+
+def _check_failure(failure: Any, lives: list[Any], killed: set[str], cut: bool) -> None:
+    """A step fails only if its worker or one that the error names leaves or has left, or is out of reach."""
+    own = failure.life
+    gone = {life.name for life in lives if life.leaving <= failure.ended} | killed
+    gone |= {life.name for life in lives if cut and life.host not in (own.host, lives[0].host)}
+    named = set(re.findall(r"worker\d+", failure.error)) - {own.name}
+    told = any(kind in failure.error for kind in GONE)
+    if own.leaving > failure.ended and not (told and named & gone):
+        raise AssertionError(f"{own.name}: {failure.token} failed at {failure.ended}: {failure.error}")
+    if "evicted" in failure.error:
+        raise AssertionError(f"{own.name} was evicted, though others could reach it: {failure.error}")
+
+
+def _check_events(observer: Any, lives: list[Any], killed: set[str]) -> None:
+    """Each worker is told of each other one at most once that it joins, and then once that it is lost."""
+    holders: dict[str, int] = {}
+    known = {life.number: life for life in lives}
+    told = [(kind, number) for kind, number, *_ in observer.events]
+    if len(set(told)) < len(told):
+        raise AssertionError(f"{observer.name} was told twice: {observer.events}")
+    for kind, number, name, when in observer.events:
+        life = known.get(number)
+        if (life is not None and life.name != name) or (kind == "join" and name in holders):
+            raise AssertionError(f"{observer.name} was told of the wrong worker: {observer.events}")
+        if kind == "join":
+            holders[name] = number
+        elif holders.pop(name, number) != number or ("join", number) in told[told.index((kind, number)) :]:
+            raise AssertionError(f"{observer.name} was told of the wrong loss: {observer.events}")
+        elif (
+            life is not None and when < life.leaving and name not in killed and observer.host == lives[0].host
+        ):
+            raise AssertionError(f"{observer.name} was told of the loss of {name}, which had not left")
+
+
+def _check_ran_once(ran: list[str]) -> None:
     twice = sorted({token for token in ran if ran.count(token) > 1})
     if twice:
         raise AssertionError(f"these calls ran more than once: {', '.join(twice)}")
+
+
+def _check_calls(run: Any, ran: list[str]) -> None:
+    _check_ran_once(ran)
     for rank, found in run.values.items():
         for token, outcome in found.items():
             if outcome == "ok" and token.count(".") == 2 and token not in ran:

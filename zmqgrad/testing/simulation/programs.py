@@ -30,6 +30,9 @@ from zmqgrad.testing.simulation.linearizability import Operation
 SEED = "SIMULATION_SEED"
 """The environment variable that says which program."""
 
+HOSTS = "SIMULATION_HOSTS"
+"""The one that says how many hosts there are."""
+
 ROUNDS, STEPS = 3, 3
 """Most rounds of a job, and most steps of a worker in each."""
 
@@ -73,7 +76,7 @@ left: dict[int, tuple[float, dict[str, str]]] = {}
 
 def program(rank: int) -> dict[str, str]:
     """Runs the steps of worker ``rank`` in a job that loses nobody."""
-    job = _Job(rank)
+    job = Job(rank)
     rpc.init_rpc(job.name, rank=rank, world_size=job.size)
     job.open_store()
     job.run()
@@ -85,25 +88,25 @@ def program(rank: int) -> dict[str, str]:
 
 def program_with_losses(rank: int) -> dict[str, str]:
     """Runs the steps of worker ``rank`` in a job of which workers are killed: any step may fail."""
-    job = _Job(rank)
-    with _noting(f"join:{rank}"):
+    job = Job(rank)
+    with noting(f"join:{rank}"):
         rpc.init_rpc(job.name, rank=rank, world_size=job.size)
     if outcomes[f"join:{rank}"] != "ok":
         return outcomes
-    with _noting(f"store:{rank}"):
+    with noting(f"store:{rank}"):
         job.open_store()
     job.run()
     if job.plan.random() < 0.4:
-        with _noting(f"parting:{rank}"):
+        with noting(f"parting:{rank}"):
             part_with(job, job.plan.randrange(job.size))
-    with _noting(f"shutdown:{rank}"):
+    with noting(f"shutdown:{rank}"):
         rpc.shutdown()  # whoever leaves without waiting for the others is lost to them
     job.close_store()
     return outcomes
 
 
 @contextmanager
-def _noting(token: str) -> Iterator[None]:
+def noting(token: str) -> Iterator[None]:
     """Notes what becomes of ``token``."""
     try:
         yield
@@ -113,7 +116,7 @@ def _noting(token: str) -> Iterator[None]:
         outcomes[token] = "ok"
 
 
-class _Job:
+class Job:
     """What the seed draws, and what a worker has to do it with."""
 
     def __init__(self, rank: int) -> None:
@@ -136,7 +139,7 @@ class _Job:
             rests = alone and self.plan.randrange(self.size) != self.rank
             for i in range(0 if rests else self.rng.randrange(STEPS + 1)):
                 token = f"{self.rank}.{number}{i}"
-                with _noting(token):
+                with noting(token):
                     self.rng.choice(self.kinds)(token, self)
             names = [f"worker{rank}" for rank in range(self.size)]
             some = sorted(self.plan.sample(names, self.plan.randrange(2, self.size + 1)))
@@ -144,7 +147,7 @@ class _Job:
                 timeout = self.plan.choice((None, None, 0.001, 0.01))
                 self.meetings += 1
                 if self.name in some:
-                    with _noting(f"meeting:{self.meetings}:{self.rank}"):
+                    with noting(f"meeting:{self.meetings}:{self.rank}"):
                         meet(self.meetings, some, self.name, timeout)
 
     def choose(self) -> str:
@@ -188,6 +191,10 @@ class _Job:
                 view.follow(lambda view=view: view.values == last)  # type: ignore[misc]
                 lags.append(time.monotonic() - began)
         rpc.barrier()
+        self.wait_until_nothing_is_referenced()
+
+    def wait_until_nothing_is_referenced(self) -> None:
+        """Waits until nobody holds a reference any more."""
         until = time.monotonic() + PATIENCE
         while any(counts := rpc.get_debug_info()["references"].values()) and time.monotonic() < until:
             time.sleep(0.1)  # no event tells that a reference is gone
@@ -239,10 +246,10 @@ def meet(number: int, names: Sequence[str], own: str, timeout: float | None) -> 
 # ---- calls ----------------------------------------------------------------------------------------------
 
 
-def calls(token: str, job: _Job) -> None:
+def calls(token: str, job: Job) -> None:
     """Several calls at once, each of which may call on."""
-    plans = [_plan(f"{token}.{i}", job.rng, job.size, depth=3) for i in range(job.rng.randrange(1, 4))]
-    futures = [rpc.rpc_async(f"worker{to}", work, args=(plan,)) for to, plan in plans]
+    plans = [_plan(f"{token}.{i}", job, depth=3) for i in range(job.rng.randrange(1, 4))]
+    futures = [rpc.rpc_async(to, work, args=(plan,)) for to, plan in plans]
     for (_, plan), future in zip(plans, futures, strict=True):
         try:
             expected = _count(plan)
@@ -258,9 +265,10 @@ Plan = tuple[str, list[Any]]
 """The token of a call, and the calls that it makes: who is called, and the plan."""
 
 
-def _plan(token: str, rng: random.Random, size: int, depth: int) -> tuple[int, Plan]:
-    inner = [_plan(f"{token}.{i}", rng, size, depth - 1) for i in range(rng.randrange(3) if depth > 1 else 0)]
-    return rng.randrange(size), (token, inner)
+def _plan(token: str, job: Job, depth: int) -> tuple[str, Plan]:
+    count = job.rng.randrange(3) if depth > 1 else 0
+    inner = [_plan(f"{token}.{i}", job, depth - 1) for i in range(count)]
+    return job.choose(), (token, inner)
 
 
 def _count(plan: Plan) -> int:
@@ -271,7 +279,7 @@ def work(plan: Plan) -> int:
     """Runs at the callee. Returns how many calls it took, itself included."""
     token, inner = plan
     executed.append(token)
-    futures = [rpc.rpc_async(f"worker{to}", work, args=(nested,)) for to, nested in inner]
+    futures = [rpc.rpc_async(to, work, args=(nested,)) for to, nested in inner]
     return 1 + sum(int(future.wait()) for future in futures)
 
 
@@ -333,7 +341,7 @@ class Relay:
         return future
 
 
-def deferred(token: str, job: _Job) -> None:
+def deferred(token: str, job: Job) -> None:
     """Calls of asynchronous functions, at once or one after the other: then no other message helps one on."""
     owner, longest = job.choose(), job.rng.choice((0.0, 0.0003, 0.001, 0.004))
     readings: list[Callable[[], None]] = []
@@ -358,7 +366,7 @@ def _expect(expected: int, read_it: Callable[[], int], seconds: float) -> None:
         raise AssertionError(f"an asynchronous function returned {found}, not {expected}")
 
 
-def _call_later(to: str, way: int, args: tuple[Any, ...], job: _Job) -> list[Callable[[], int]]:
+def _call_later(to: str, way: int, args: tuple[Any, ...], job: Job) -> list[Callable[[], int]]:
     """Calls :func:`later` in one of six ways. Returns what waits for the result: others may read it, too."""
     if way == 0:
         return [partial(rpc.rpc_sync, to, later, args)]
@@ -384,7 +392,7 @@ PARTING_SECONDS = 0.05
 """Longer than it takes to return from a function."""
 
 
-def part_with(job: _Job, victim: int) -> None:
+def part_with(job: Job, victim: int) -> None:
     """Calls a worker on this host that dies once it has replied: its reply is in a socket, and counts."""
     if victim == job.rank or rpc.rpc_sync(f"worker{victim}", host) != host():
         return
@@ -392,7 +400,7 @@ def part_with(job: _Job, victim: int) -> None:
     seconds = job.rng.choice((0.0, 1e-5, 1e-4))
 
     def call(i: int, token: str) -> None:
-        with _noting(token):
+        with noting(token):
             if i % 2:
                 rpc.rpc_sync(f"worker{victim}", part, args=(token, seconds))
             else:
@@ -442,7 +450,7 @@ def read(token: str, ref: Any, on_to: list[str]) -> int:
     return value
 
 
-def references(token: str, job: _Job) -> None:
+def references(token: str, job: Job) -> None:
     """A reference to a value elsewhere, passed on along a chain of workers."""
     value = job.rng.randrange(1000)
     ref = rpc.remote(job.choose(), make, args=(f"{token}.make", value))
@@ -467,7 +475,7 @@ def use(token: str) -> int:
     return value
 
 
-def bursts(token: str, job: _Job) -> None:
+def bursts(token: str, job: Job) -> None:
     """References that are passed on to several workers while they are released here."""
     value, futures, keepers = job.rng.randrange(1000), [], []
     ref = rpc.remote(job.choose(), make, args=(f"{token}.make", value))
@@ -498,12 +506,12 @@ def product(x: torch.Tensor, factors: list[float], on_to: list[str]) -> torch.Te
     return y
 
 
-def backward(token: str, job: _Job) -> None:
+def backward(token: str, job: Job) -> None:
     """A backward pass through several workers. Its gradients are compared with those of one process."""
     _backward(token, _chains(job))
 
 
-def passes(token: str, job: _Job) -> None:
+def passes(token: str, job: Job) -> None:
     """Several backward passes at once."""
     drawn = [_chains(job) for _ in range(job.rng.randrange(2, 4))]
     at_once(*[lambda chains=chains: _backward(token, chains) for chains in drawn])
@@ -513,7 +521,7 @@ Chains = list[tuple[list[float], list[str]]]
 """Factors, and the worker of each."""
 
 
-def _chains(job: _Job) -> Chains:
+def _chains(job: Job) -> Chains:
     lengths = [job.rng.randrange(1, 5) for _ in range(job.rng.randrange(1, 4))]
     return [
         ([float(job.rng.randrange(1, 9)) for _ in range(n)], [job.choose() for _ in range(n)])
@@ -535,12 +543,12 @@ def _backward(token: str, chains: Chains) -> None:
 # ---- the store ------------------------------------------------------------------------------------------
 
 
-def work_on_store(token: str, job: _Job) -> None:
+def work_on_store(token: str, job: Job) -> None:
     """Operations on few keys, by two threads."""
     at_once(*[_operations(f"{token}.{i}", job) for i in range(2)])
 
 
-def _operations(client: str, job: _Job) -> Callable[[], None]:
+def _operations(client: str, job: Job) -> Callable[[], None]:
     """Returns what does a few operations."""
     rng = random.Random(job.rng.getrandbits(32))
 
@@ -559,7 +567,7 @@ def _operations(client: str, job: _Job) -> Callable[[], None]:
     return run
 
 
-def operate(client: str, job: _Job, key: str, call: tuple[Any, ...]) -> str:
+def operate(client: str, job: Job, key: str, call: tuple[Any, ...]) -> str:
     """Does one operation, and notes it. Returns the value that it found."""
     store, began = job.opened(), time.monotonic()
     note = [key, Operation(client, call, None, began, math.inf, unknown=True)]
@@ -610,7 +618,7 @@ class _View:
                 self.values[event.key] = event.new
 
 
-def watch(token: str, job: _Job) -> None:
+def watch(token: str, job: Job) -> None:
     """A watch, while others and this worker write. What it shows at a mark is as good as read."""
     store = job.opened()
     view = _View(store)
