@@ -1,17 +1,23 @@
 """A job under faults for as long as wanted: exact results, and no growth of what the process holds.
 
     python -m tools.soak --minutes 60
+    python -m tools.soak oracles --seconds 100     # loops the scenarios that are compared with torch
 
 This process is the member ``hub`` of a group without a fixed size. It calls two others, keeps RRefs on them,
 runs backward passes over both, and watches a store, while they are killed, stopped, or leave, and others
 join. The report is runs/soak/report.md, with a plot beside it. Connections are not cut here: tools.faults
 does that.
+
+``oracles`` runs the scenarios of tests/oracles, once on torch, and then again and again in one group here. A
+wake-up that is lost once in a thousand rounds shows itself as a group that hangs, with the number of the
+round and all stacks.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import random
 import signal
@@ -21,6 +27,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,6 +46,9 @@ TOLERANCE = 0.05
 
 SLACK = {"memory MB": 8.0, "descriptors": 6.0, "threads": 4.0, "segments": 2.0}
 """Growth that counts as flat in any case: what a loss that has just happened still holds."""
+
+ROUND_SECONDS = 40.0
+"""How long the last round of scenarios may take."""
 
 OPTIONS = rpc.RpcBackendOptions(rpc_timeout=60.0, liveness_timeout=0.5)
 _left = threading.Event()
@@ -221,9 +231,40 @@ def _plot(times: list[float], seen: dict[str, list[float]]) -> None:
     figure.savefig(OUT / "usage.png", dpi=100)
 
 
+def loop_oracles(seconds: float, family: str) -> int:
+    """Runs the scenarios of ``family`` on torch, and here again and again. Returns 1 if one hangs or differs.
+
+    Args:
+        seconds: how long.
+        family: a module of tests/oracles.
+    """
+    test: Any = importlib.import_module("tests.oracles.test_oracles")
+    scenario: Any = importlib.import_module("tests.oracles.scenario")
+
+    def run(name: str, seconds: float) -> dict[str, object]:
+        limit, environ = seconds + ROUND_SECONDS, {test.VARIABLE: name}
+        found: list[dict[str, object]] = test.run_processes(
+            scenario.run_family, scenario.WORKERS, (family, seconds), limit, environ
+        )
+        return found[0]
+
+    try:
+        theirs, ours = run("torch", 0.0), run("zmqgrad", seconds)
+    except AssertionError as e:  # with the stacks of all processes, if one hangs
+        print(e, flush=True)
+        return 1
+    same = [name for each, name in test.SAME if each == family]
+    differing = {name: found for name in same if (found := test.compare(theirs[name], ours[name]))}
+    print(f"{family}: {len(same)} scenarios, {differing or 'as on torch'}", flush=True)
+    return int(bool(differing))
+
+
 def main() -> int:
     """Returns 1 if something grew."""
     parser = argparse.ArgumentParser(prog="python -m tools.soak", description="A job under faults.")
+    parser.add_argument("what", nargs="?", choices=["job", "oracles"], default="job")
+    parser.add_argument("--seconds", type=float, default=100.0, help="of oracles: at most 100 (default)")
+    parser.add_argument("--family", default="calls", help="of oracles: a module of tests/oracles")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="of the operations and faults (default: 0)")
     parser.add_argument("--member", help=argparse.SUPPRESS)
@@ -233,6 +274,8 @@ def main() -> int:
 
         module.member(options.member)
         return 0
+    if options.what == "oracles":
+        return loop_oracles(options.seconds, options.family)
     from tools import soak as module
 
     return module.soak(60 * options.minutes, options.seed)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tests.oracles.outcome import Raised, plain
+from tests.oracles.outcome import Raised, compare, plain
 
 F = TypeVar("F", bound=Callable[[], Any])
 
@@ -38,8 +40,17 @@ def names(family: str) -> list[str]:
     return list(_registered[module])
 
 
-def run_family(rank: int, family: str) -> dict[str, Any]:
-    """Run all scenarios of a family as worker ``rank``. Returns their results, on worker 0."""
+def run_family(rank: int, family: str, seconds: float = 0.0) -> dict[str, Any]:
+    """Run all scenarios of a family as worker ``rank``. Returns their results, on worker 0.
+
+    Args:
+        rank: of this worker.
+        family: a module of this package.
+        seconds: for so long, those of the group are run again and again; each round must find the same.
+
+    Raises:
+        AssertionError: if a later round finds something else.
+    """
     from tests.oracles.implementation import rpc
 
     module = importlib.import_module(f"{__package__}.{family}")
@@ -56,6 +67,14 @@ def run_family(rank: int, family: str) -> dict[str, Any]:
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=RPC_TIMEOUT_SECONDS)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS, rpc_backend_options=options)
     run(DURING)
+    first, until = dict(results), time.monotonic() + seconds
+    for number in itertools.count(2):
+        if rank or time.monotonic() >= until:
+            break
+        print("round", number, file=sys.stderr, flush=True)
+        run(DURING)
+        if (differences := compare(first, results)) != compare(first, first):
+            raise AssertionError(f"round {number} differs from the first: {differences}")
     rpc.shutdown()
     run(AFTER)
     return results
