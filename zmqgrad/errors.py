@@ -37,6 +37,7 @@
     |   |-- RRefError                          invalid use of an RRef
     |   |-- GroupError                         a group call failed on some members
     |   |   `-- GroupTimeoutError (RpcTimeoutError)  all of them did not reply in time
+    |   |-- DuplicateNameError (ValueError)    another object has this name
     |   `-- RemoteError                        user code failed remotely; its exception type is not available
     |-- AutogradError (RuntimeError)           contexts and backward passes
     `-- TraceError (RuntimeError)              a trace cannot be recorded or read
@@ -228,6 +229,10 @@ class GroupError(RpcError):
 
 class GroupTimeoutError(GroupError, RpcTimeoutError):
     """A call to a group failed only because some of its members did not reply in time."""
+
+
+class DuplicateNameError(RpcError, ValueError):
+    """Another object of the group has this name; the message says where it is."""
 
 
 class RemoteError(RpcError):

@@ -75,6 +75,9 @@ REMEDIES = {
     "UnknownWorkerError": (
         "Check the name; the text lists the workers. In a dynamic group, call `rpc.wait_for_workers` first."
     ),
+    "DuplicateNameError": (
+        "Use another name, the object that has it (`rpc.get_ref`), or take the name back (`rpc.remove_ref`)."
+    ),
     "RpcTimeoutError": (
         "Raise the timeout of the call, of `rpc.set_rpc_timeout`, or of the options; or find out with "
         "`rpc.get_debug_info()` on the callee what it does. See [timeouts](../howto/timeouts.md)."

@@ -53,6 +53,7 @@ from zmqgrad.rpc.groups.rrefs import RRefGroup
 from zmqgrad.rpc.in_flight import cancelled, time_left
 from zmqgrad.rpc.membership.collectives import all_gather, barrier
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
+from zmqgrad.rpc.names import get_ref, remove_ref, watch_ref
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, removed
 from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.server_process_global_profiler import _server_process_global_profile
@@ -97,6 +98,7 @@ __all__ = [
     "construct_rpc_backend_options",
     "functions",
     "get_debug_info",
+    "get_ref",
     "get_rpc_timeout",
     "get_stats",
     "get_worker_info",
@@ -109,6 +111,7 @@ __all__ = [
     "on_loss",
     "register_backend",
     "remote",
+    "remove_ref",
     "rpc_async",
     "rpc_sync",
     "set_rpc_timeout",
@@ -116,4 +119,5 @@ __all__ = [
     "time_left",
     "wait_all",
     "wait_for_workers",
+    "watch_ref",
 ]

@@ -20,6 +20,7 @@ from zmqgrad.rpc.membership.bootstrap import join_group, shared_name
 from zmqgrad.rpc.membership.events import JoinCallback, LossCallback
 from zmqgrad.rpc.membership.group import Group, close_quietly
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, check_name
+from zmqgrad.rpc.names import remote_named
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
@@ -289,6 +290,8 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    name: str | None = None,
 ) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result.
 
@@ -298,6 +301,8 @@ def remote(
         args: positional arguments.
         kwargs: keyword arguments.
         timeout: seconds for connecting, queueing and running; 0 for no limit; default: the worker's.
+        name: by which all workers find the result (:func:`get_ref`), once it has been made. The name keeps
+            the result alive, until ``to`` is lost or leaves, or :func:`remove_ref` takes it back.
 
     Returns:
         A reference to the result, at once. If the function fails or does not end within ``timeout``, using
@@ -305,9 +310,12 @@ def remote(
 
     Raises:
         UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be made.
+        DuplicateNameError: if another object has the ``name``; ``func`` is not called then.
     """
     worker = current_worker()
     with caller_range("remote", worker, to, func):
+        if name is not None:
+            return remote_named(worker, name, to, func, args, kwargs, timeout)
         return call_remote(worker, to, func, args, kwargs, timeout)
 
 

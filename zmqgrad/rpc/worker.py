@@ -18,6 +18,7 @@ from zmqgrad.rpc.callee import Callee
 from zmqgrad.rpc.client import Client
 from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.current import set_current_worker
+from zmqgrad.rpc.directory import Directory
 from zmqgrad.rpc.membership.membership import Membership
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.peer_contexts import PeerContexts
@@ -74,6 +75,7 @@ class Worker(WorkerCore):
         self.decode, self.future = self.replies.decode, self.replies.future
         self.reply = self.server.reply
         self.references.connect(self.request, self.reply)
+        self.directory = Directory(self)
 
     def _prepare_thread(self) -> None:
         """Initializes a new engine thread: sets its current worker and torch's number of threads.

@@ -21,6 +21,7 @@ from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.store import HashStore
 from zmqgrad.testing.mailbox import MemoryMailbox
 from zmqgrad.testing.network import MemoryNetwork
 
@@ -35,6 +36,7 @@ class Cluster:
             raise ValueError(f"a cluster has at least one worker, not {size}")
         self.network = MemoryNetwork()
         self.workers: list[Worker] = []
+        self.store = HashStore()
         options = options or RpcBackendOptions(rpc_timeout=20.0)
         for rank in range(size):
             mailbox = MemoryMailbox(self.network, f"worker{rank}", rank)
@@ -42,6 +44,7 @@ class Cluster:
         for worker in self.workers:
             for other in self.workers:
                 worker.membership.learn(other.membership.own)
+            worker.directory.store = self.store.clone()
             worker.start()
 
     @contextmanager
@@ -62,6 +65,9 @@ class Cluster:
         for worker in self.workers:
             worker.close()
         deadline = Deadline.after(JOIN_TIMEOUT_SECONDS)
+        for worker in self.workers:
+            worker.directory.shared().close()
+        self.store.close()
         left = [name for worker in self.workers for name in worker.join(deadline)]
         if left:
             raise TimeoutError(f"these threads have not ended: {', '.join(left)}")

@@ -85,6 +85,7 @@ class Group(ABC):
         self.worker = worker
         self.store = store
         self._served = served
+        worker.directory.store = store
         self._goodbye = ""  # why this worker leaves; empty: its program ends without leaving
         self.leaving = False
         """Whether :meth:`leave` was called."""

@@ -1,0 +1,239 @@
+"""What the workers of a group announce to each other in the store: one key each, which others wait for.
+
+A key belongs to the worker that its value names. Nobody deletes the keys of a worker that has died: its
+readers judge a value by whether that worker is alive, for which its id is enough, as ids are never reused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from zmqgrad.errors import (
+    ClosedError,
+    NotInitializedError,
+    PeerLostError,
+    RpcError,
+    StoreError,
+    UnknownWorkerError,
+)
+from zmqgrad.rpc.current import reset_current_worker, set_current_worker
+from zmqgrad.runtime.blocking import blocking_section
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import Store
+
+if TYPE_CHECKING:
+    from zmqgrad.rpc.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Directory:
+    """The announcements of one group, as ``worker`` reads and writes them. Thread-safe.
+
+    Attributes:
+        store: the keys of the group; None: it has none. Set by the group.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._lock = threading.Lock()  # guards all below
+        self._followers: list[Follower] = []
+        self._waiting: list[threading.Event] = []
+        self._closed = False
+        self.store: Store | None = None
+        worker.hooks.peer_lost.append(lambda peer, error: self._on_lost())
+        worker.hooks.closing.append(self._close)
+
+    def shared(self) -> Store:
+        """The store of the group.
+
+        Raises:
+            RpcError: if it has none: its backend is not the built-in one.
+        """
+        if self.store is None:
+            raise RpcError(f"worker {self._worker.name} has no store, which names and published tensors need")
+        return self.store
+
+    # ---- reading ----------------------------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes:
+        """The value of ``key``; empty if it does not exist. Does not wait for it."""
+        store = self.shared()
+        return store.get(key) if store.check([key]) else b""
+
+    def list(self, prefix: str) -> Sequence[tuple[str, bytes]]:
+        """The keys below ``prefix``, without it, and their values."""
+        store = self.shared()
+        keys = store.list_keys(prefix)  # none of them is ever deleted
+        return [(k[len(prefix) :], v) for k, v in zip(keys, store.multi_get(keys), strict=True)]
+
+    def is_alive(self, worker_id: int) -> bool:
+        """Whether a worker is alive. It is asked, unless it is known to be lost.
+
+        Raises:
+            RpcTimeoutError: if it does not reply.
+        """
+        worker = self._worker
+        if worker_id == worker.id:
+            return True
+        try:
+            worker.decode(worker.send_and_wait(lambda: worker.call(worker_id, _reply, waits=True)))
+        except (PeerLostError, UnknownWorkerError):
+            return False
+        return True
+
+    # ---- waiting ----------------------------------------------------------------------------------------
+
+    def wait_for(self, key: str, find: Callable[[], T | None], deadline: Deadline) -> T | None:
+        """Call ``find`` now and after each change of ``key``, until it returns something.
+
+        Returns:
+            what it returned; None after ``deadline``.
+
+        Raises:
+            NotInitializedError: if this worker is shut down meanwhile.
+        """
+        try:
+            found = find()
+            return self._wait(key, find, deadline) if found is None else found
+        except (StoreError, ClosedError):
+            if not self._closed:
+                raise
+        raise NotInitializedError(f"worker {self._worker.name} was shut down while it waited for {key}")
+
+    def _wait(self, key: str, find: Callable[[], T | None], deadline: Deadline) -> T | None:
+        store, changed = self.shared(), threading.Event()
+
+        def on_change(old: bytes | None, new: bytes | None) -> None:
+            changed.set()
+
+        with self._lock:
+            self._waiting.append(changed)
+        store.watch_key(key, on_change)
+        try:
+            while True:
+                changed.clear()  # before the look: no later change is missed
+                if self._closed:
+                    raise ClosedError(f"worker {self._worker.name} is closed")
+                found = find()
+                if found is not None:
+                    return found
+                with blocking_section():
+                    if not changed.wait(deadline.timeout()):
+                        return None
+        finally:
+            with self._lock:
+                self._waiting.remove(changed)
+            store.unwatch_key(key, on_change)
+
+    def follow(self, key: str, step: Callable[[bytes], None]) -> Follower:
+        """Run ``step`` with the value of ``key`` in an engine thread: now, after each change, and each loss.
+
+        One at a time; values that were soon replaced may be left out. What it raises is logged.
+        """
+        follower = Follower(self._worker, step)
+        store = self.shared()
+        store.watch_key(key, follower.on_change)
+
+        def end() -> None:
+            with self._lock:
+                if follower in self._followers:
+                    self._followers.remove(follower)
+            store.unwatch_key(key, follower.on_change)
+
+        follower.end = end
+        with self._lock:
+            self._followers.append(follower)
+        follower.begin(self.read(key))
+        return follower
+
+    def _on_lost(self) -> None:
+        with self._lock:
+            followers = list(self._followers)
+        for follower in followers:
+            follower.schedule()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            waiting, followers = list(self._waiting), list(self._followers)
+            self._followers.clear()
+        for changed in waiting:
+            changed.set()
+        for follower in followers:
+            follower.close(unwatch=False)  # the watches end with the store, which may not reply any more
+
+
+class Follower:
+    """Runs ``step`` with the newest value of a key. Made by :meth:`Directory.follow`."""
+
+    def __init__(self, worker: Worker, step: Callable[[bytes], None]) -> None:
+        self._worker = worker
+        self._step = step
+        self._lock = threading.Lock()  # guards all below
+        self._value: bytes | None = None
+        self._scheduled = self._again = False
+        self.closed = False
+        self.end: Callable[[], None] = lambda: None
+
+    def on_change(self, old: bytes | None, new: bytes | None) -> None:
+        """The key has changed."""
+        with self._lock:
+            self._value = new or b""
+        self.schedule()
+
+    def begin(self, value: bytes) -> None:
+        """Run with ``value``, which was read after the watch began, unless a change was newer."""
+        with self._lock:
+            if self._value is None:
+                self._value = value
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Run ``step`` soon, and once more if it runs just now."""
+        with self._lock:
+            self._again = True
+            if self._scheduled or self.closed or self._value is None:
+                return
+            self._scheduled = True
+        try:
+            self._worker.submit(self._run)
+        except ClosedError:
+            logger.debug("%s is closing: nothing is followed any more", self._worker.name)
+
+    def _run(self) -> None:
+        token = set_current_worker(self._worker)
+        try:
+            while True:
+                with self._lock:
+                    if self.closed or not self._again:
+                        self._scheduled = False
+                        return
+                    self._again = False
+                    value = self._value or b""
+                try:
+                    self._step(value)
+                except Exception as e:  # user code, or the store
+                    if self._worker.closed:
+                        logger.debug("%s is closing: %s", self._worker.name, e)
+                    else:
+                        logger.exception("%s cannot follow what others announce", self._worker.name)
+        finally:
+            reset_current_worker(token)
+
+    def close(self, *, unwatch: bool = True) -> None:
+        """Run ``step`` no more; a run that has begun may end later. Idempotent."""
+        with self._lock:
+            already, self.closed = self.closed, True
+        if not already and unwatch:
+            self.end()
+
+
+def _reply() -> bool:
+    """Runs on a worker that is asked whether it is alive."""
+    return True

@@ -1,0 +1,235 @@
+"""Named objects: references that any worker of the group can find by a name, also one that joins later.
+
+    caller of remote(name=)    claims the name in the store, before anything is made; then sends the remote
+                               call, and a second call with a reference to its value
+    owner                      keeps that reference once the value has been made, and declares the name ready
+    get_ref                    reads from the store who the owner is, and asks it for the reference
+
+So a name is refused before a second object exists, and who finds an object becomes its user by a message of
+the owner, as with any RRef: (R1) to (R3) of :mod:`~zmqgrad.rpc.rref.protocol` hold as they do there. The name
+itself keeps the value alive. A claim is void once its owner is dead, or its claimer before the owner knows
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from zmqgrad.errors import (
+    ArgumentTypeError,
+    DuplicateNameError,
+    PeerLostError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.directory import Follower
+from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
+from zmqgrad.rpc.rref.api import RRef, call_remote
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.clock import Deadline
+
+_PREFIX = "names/"
+
+RefCallback = Callable[[RRef[Any] | None], None]
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    """Who has a name. ``number`` is unique to a claim; ``ready``: the value has been made."""
+
+    owner: int
+    claimer: int
+    number: int
+    ready: bool = False
+
+    def encode(self, ready: bool = False) -> bytes:
+        return msgspec.json.encode(_Claim(self.owner, self.claimer, self.number, ready))
+
+
+def _kept(worker: Worker) -> dict[int, RRef[Any]]:
+    """The named objects of ``worker``, by the number of their claim. All uses are one atomic operation."""
+    kept: dict[int, RRef[Any]] = worker.hooks.extensions.setdefault("names", {})
+    return kept
+
+
+def check_ref_name(name: object) -> str:
+    """Return ``name``, checked.
+
+    Raises:
+        ArgumentTypeError: if it is not a string with a character.
+    """
+    if not isinstance(name, str) or not name:
+        raise ArgumentTypeError(f"a name is a string of at least one character, not {name!r}")
+    return name
+
+
+def remote_named(
+    worker: Worker, name: str, to: object, function: Callable[..., Any], args: Any, kwargs: Any, timeout: Any
+) -> RRef[Any]:
+    """As :func:`~zmqgrad.rpc.rref.api.call_remote`, but first claim ``name`` for the value.
+
+    Raises:
+        DuplicateNameError: if another object has it.
+    """
+    check_ref_name(name)
+    owner = worker.membership.find(to, worker.resolve_timeout(timeout) or None).id
+    claim = _Claim(owner, worker.id, worker.ids.next())
+    try:
+        _take(worker, name, claim)
+        rref = call_remote(worker, owner, function, args, kwargs, timeout)
+        worker.call(owner, _keep, (name, claim.number, claim.claimer, rref), timeout=0)
+    except BaseException:
+        worker.directory.shared().compare_set(_PREFIX + name, claim.encode(), b"")
+        raise
+    return rref
+
+
+def _take(worker: Worker, name: str, claim: _Claim) -> None:
+    directory, store, expected = worker.directory, worker.directory.shared(), b""
+    while True:
+        raw = store.compare_set(_PREFIX + name, expected, claim.encode())
+        if raw == claim.encode():
+            return
+        if raw:
+            holder = msgspec.json.decode(raw, type=_Claim)
+            needed = {holder.owner} if holder.ready else {holder.owner, holder.claimer}
+            if all([directory.is_alive(each) for each in needed]):
+                raise DuplicateNameError(
+                    f"the name {name!r} is taken: {worker.membership.name_of(holder.owner)} (worker "
+                    f"{holder.owner}) has an object of this name. Use another name, rpc.get_ref({name!r}), "
+                    f"or rpc.remove_ref({name!r})"
+                )
+        expected = raw  # void, or taken back since
+
+
+def _keep(name: str, number: int, claimer: int, rref: RRef[Any]) -> None:
+    """Runs on the owner: keep the value for its name once it has been made; give the name back otherwise."""
+    worker = current_worker()
+    claim, kept, store = _Claim(worker.id, claimer, number), _kept(worker), worker.directory.shared()
+    promise = rref.handle.promise
+    assert promise is not None
+    promise.wait_done()
+    if promise.exception() is not None:
+        store.compare_set(_PREFIX + name, claim.encode(), b"")
+        return
+    kept[number] = rref  # first: who reads that it is ready asks for it
+    ready = claim.encode(ready=True)
+    if store.compare_set(_PREFIX + name, claim.encode(), ready) != ready:  # taken back, or the claim was void
+        kept.pop(number, None)
+
+
+def _lookup(number: int) -> RRef[Any] | None:
+    """Runs on the owner."""
+    return _kept(current_worker()).get(number)
+
+
+def _drop(number: int) -> None:
+    """Runs on the owner."""
+    _kept(current_worker()).pop(number, None)
+
+
+def _find(worker: Worker, raw: bytes, deadline: Deadline | None = None) -> RRef[Any] | None:
+    """The reference for the claim ``raw``; None if that is not ready, or its owner is dead."""
+    claim = msgspec.json.decode(raw, type=_Claim) if raw else None
+    if claim is None or not claim.ready:
+        return None
+    if claim.owner == worker.id:
+        return _kept(worker).get(claim.number)
+    seconds = UNSET_RPC_TIMEOUT if deadline is None else deadline.timeout() or 0
+    try:
+        rref: RRef[Any] | None = worker.decode(
+            worker.send_and_wait(
+                lambda: worker.call(claim.owner, _lookup, (claim.number,), timeout=seconds, waits=True)
+            )
+        )
+    except (PeerLostError, UnknownWorkerError):
+        return None
+    return rref
+
+
+def get_ref(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
+    """The object that :func:`remote` has given a ``name``. Waits until there is one, and it has been made.
+
+    If its owner is lost or leaves, this waits for the next object of that name.
+
+    Args:
+        name: of the object.
+        timeout: seconds; 0 for no limit; default: the worker's.
+
+    Returns:
+        A reference, which keeps the object alive as any other one does.
+
+    Raises:
+        RpcTimeoutError: if there is none in time; the message has the names that exist.
+        NotInitializedError: if this worker is shut down meanwhile.
+    """
+    worker, key = current_worker(), _PREFIX + check_ref_name(name)
+    directory, seconds = worker.directory, worker.resolve_timeout(timeout)
+    deadline = Deadline.after(seconds or None)
+    found = directory.wait_for(key, lambda: _find(worker, directory.read(key), deadline), deadline)
+    if found is None:
+        names = sorted(n for n, raw in directory.list(_PREFIX) if raw and b'"ready":true' in raw)
+        raise RpcTimeoutError(
+            f"{worker.name}: there is no object named {name!r} after {seconds:g} s; "
+            f"{'the names are ' + ', '.join(names) if names else 'no object has a name'}. Names are given by "
+            f"rpc.remote(..., name=...), and end with their owner"
+        )
+    return found
+
+
+def remove_ref(name: str) -> bool:
+    """Take the ``name`` of an object back: another one may have it. References to the object stay valid.
+
+    Args:
+        name: of the object.
+
+    Returns:
+        Whether an object had the name.
+    """
+    worker, key = current_worker(), _PREFIX + check_ref_name(name)
+    raw = worker.directory.read(key)
+    if not raw or worker.directory.shared().compare_set(key, raw, b"") != b"":
+        return False
+    claim = msgspec.json.decode(raw, type=_Claim)
+    try:
+        worker.decode(
+            worker.send_and_wait(lambda: worker.call(claim.owner, _drop, (claim.number,), waits=True))
+        )
+    except (PeerLostError, UnknownWorkerError):
+        return False
+    return True
+
+
+def watch_ref(name: str, callback: RefCallback) -> Follower:
+    """Call ``callback`` with the object that has a ``name``, now and whenever another one gets it.
+
+    It is called with None when the name has been taken back, or the owner was lost or has left: only after a
+    reference, and before the next one. Calls run in engine threads, one at a time; what they raise is logged.
+
+    Args:
+        name: of the object.
+        callback: gets a reference, or None.
+
+    Returns:
+        An object whose ``close()`` ends the watch. Shutdown ends it, too.
+    """
+    worker, key = current_worker(), _PREFIX + check_ref_name(name)
+    shown = 0  # the number of the claim that the callback knows; 0: none
+
+    def step(raw: bytes) -> None:
+        nonlocal shown
+        claim = msgspec.json.decode(raw, type=_Claim) if raw else None
+        if claim is not None and claim.ready and claim.number == shown and claim.owner not in worker.lost:
+            return
+        rref = _find(worker, raw)
+        if shown:
+            shown = 0
+            callback(None)
+        if rref is not None and claim is not None:
+            shown = claim.number
+            callback(rref)
+
+    return worker.directory.follow(key, step)
