@@ -260,6 +260,22 @@ class MemoryMailbox:
             self._thread.join(deadline.timeout())
         return [self._thread.name] if self._thread.is_alive() else []
 
+    def allocate(self, size: int, deadline: Deadline) -> str:
+        """Return why there is no shared memory: frames are copied."""
+        return "off"
+
+    def write(self, array: Any, offset: int, data: Frame) -> None:
+        """Never called: see :meth:`allocate`."""
+        raise NotImplementedError
+
+    def holders(self, lease: Any) -> list[int]:
+        """Return no peers: see :meth:`allocate`."""
+        return []
+
+    def is_local(self, peer: int) -> bool:
+        """Return True: all are in this process."""
+        return True
+
     def statistics(self) -> dict[str, Any]:
         """Return messages and bytes in and out, malformed messages, and the number of peers sent to."""
         with self._network.lock:

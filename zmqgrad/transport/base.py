@@ -224,5 +224,24 @@ class Mailbox(Protocol):
     def join(self, deadline: Deadline) -> list[str]:
         """Waits for threads and sockets to end. Returns the names of those that have not by ``deadline``."""
 
+    def allocate(self, size: int, deadline: Deadline) -> Any:
+        """Allocates memory that all peers of this host can read, as :meth:`SharedMemoryTransport.allocate`.
+
+        A frame that is a view of the whole of it is sent to them without a copy, and is in memory that each
+        of them has for itself.
+
+        Returns:
+            A writable ctypes array, which must not change any more once it was sent; or why there is none.
+        """
+
+    def write(self, array: Any, offset: int, data: Frame) -> None:
+        """Copies ``data`` to ``offset`` of such an array."""
+
+    def holders(self, lease: Any) -> list[int]:
+        """Returns the peers that can read memory of which this was the ``lease`` attribute; -2: lost ones."""
+
+    def is_local(self, peer: int) -> bool:
+        """Whether messages to ``peer`` stay within this host. It must have been sent one."""
+
     def statistics(self) -> dict[str, Any]:
         """Returns counters: messages and bytes in and out, malformed messages."""

@@ -17,7 +17,7 @@ from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
-from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
+from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport, never_changes
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import LazyFrame
 from zmqgrad.wire.messages import RESPONSE, Chunk, CreditWanted, LargeMessage, Manifest, Message, MessageType
@@ -63,7 +63,8 @@ class DataPlane:
 
     def copies(self, frames: Sequence[Frame]) -> list[Frame]:
         """Returns copies of ``frames`` that later changes of the tensors do not affect."""
-        return [f if isinstance(f, (bytes, LazyFrame)) else self.reassembler.buffers.copy(f) for f in frames]
+        copy = self.reassembler.buffers.copy
+        return [f if isinstance(f, (bytes, LazyFrame)) or never_changes(f) else copy(f) for f in frames]
 
     # ---- receiving -----------------------------------------------------------------------------------------
 

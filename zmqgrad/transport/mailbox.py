@@ -549,6 +549,21 @@ class ZmqMailbox(Mailbox):
         ending.join(deadline.timeout())
         return [ending.name] if ending.is_alive() else []
 
+    def allocate(self, size: int, deadline: Deadline) -> Any:
+        return self._plane.shared_memory.allocate(size, deadline)
+
+    def write(self, array: Any, offset: int, data: Frame) -> None:
+        self._plane.shared_memory.write(array, offset, data)
+
+    def holders(self, lease: Any) -> list[int]:
+        return self._plane.shared_memory.holders(lease)
+
+    def is_local(self, peer: int) -> bool:
+        link = self._links.known(peer) or self._links.to(peer)
+        if link.local is None and link.session is None:
+            self._links.open(link)
+        return link.local is not None
+
     def statistics(self) -> dict[str, Any]:
         """Returns messages and bytes in and out, by path, and the state of arena, credit and sessions.
 

@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import select
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 
 from tests.support.messages import messages_of
 from zmqgrad.errors import ProtocolError
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import Inbound, SharedFrames
 from zmqgrad.transport.shared_memory import forks
+from zmqgrad.transport.shared_memory.arena import LOST
 from zmqgrad.transport.shared_memory.packing import OWN_BUFFER_BYTES, PreparedFrames
 from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
@@ -699,3 +702,107 @@ def test_a_block_that_is_being_written_is_not_given_to_another_peer(
     assert a.leased == 2
     kept.extend(a.transfer([ours])[1])
     assert a.leased == 2  # that of the lost peer was freed
+
+
+# ---- shared blocks --------------------------------------------------------------------------------------
+
+
+def shared(a: Side, size: int = MB, fill: int = 7) -> Any:
+    """A block of ``a`` that many peers may read."""
+    array = a.transport.allocate(size, Deadline.after(0.0))
+    assert not isinstance(array, str), array
+    a.transport.write(array, 0, bytes([fill]) * size)
+    return array
+
+
+def test_a_shared_block_is_leased_without_a_copy_and_mapped_privately(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    array = shared(a)
+    before = a.transport.statistics()["bytes_leased"]
+    (one,), (other,) = a.transfer([memoryview(array)])[1], a.transfer([memoryview(array)])[1]
+    assert a.transport.statistics()["bytes_leased"] == before
+    one[:3] = b"abc"
+    assert bytes(one[:5]) == b"abc\7\7"
+    assert bytes(other[:5]) == bytes(memoryview(array).cast("B")[:5]) == b"\7" * 5
+    assert a.transport.holders(array.lease) == [1]
+
+
+def test_a_shared_block_is_freed_with_its_array_and_the_last_lease(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    array = shared(a)
+    lease = array.lease
+    one, other = a.transfer([memoryview(array)])[1], a.transfer([memoryview(array)])[1]
+    del array
+    a.run_jobs()
+    assert (a.leased, a.transport.holders(lease)) == (1, [1])
+    del one
+    b.run_jobs()
+    assert a.leased == 1
+    del other
+    b.run_jobs()
+    assert (a.leased, a.transport.holders(lease)) == (0, [])
+
+
+def test_a_shared_block_that_was_not_sent_is_not_leased(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    array = shared(a)
+    a.transport.rollback(1, a.transport.prepare(1, True, [memoryview(array)]))
+    assert a.transport.holders(array.lease) == []
+    del array
+    a.run_jobs()
+    assert a.leased == 0
+
+
+def test_shared_blocks_and_other_frames_go_in_one_message(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    array = shared(a)
+    got = a.transfer([b"x" * 5000, memoryview(array), bytearray(b"y" * 9)])[1]
+    assert [bytes(frame) for frame in got] == [b"x" * 5000, b"\7" * MB, b"y" * 9]
+
+
+def test_a_part_of_a_shared_block_is_copied(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    array = shared(a)
+    (got,) = a.transfer([memoryview(array).cast("B")[: MB // 2]])[1]
+    assert bytes(got) == b"\7" * (MB // 2)
+    assert a.transport.holders(array.lease) == []
+
+
+def test_a_lost_reader_holds_a_shared_block_as_long_as_it_is_mapped(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    array = shared(a)
+    lease = array.lease
+    got = a.transfer([memoryview(array)])[1]
+    del array
+    a.lose(1)
+    b.transport.close()
+    a.run_jobs()
+    assert a.transport.holders(lease) == [LOST]
+    assert bytes(got[0][:3]) == b"\7\7\7"
+    del got
+    a.run_jobs()
+    a.transport.allocate(100, Deadline.after(0.0))
+    assert a.transport.holders(lease) == []
+
+
+def test_memory_is_waited_for_until_readers_release_it(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    array = shared(a, 12 * MB)
+    got = a.transfer([memoryview(array)])[1]
+    del array
+    assert a.transport.allocate(12 * MB, Deadline.after(0.0)) == "full"
+    assert a.transport.allocate(99 * MB, Deadline.after(60.0)) == "full"  # it will never fit
+
+    def release() -> None:
+        got.clear()  # type: ignore[attr-defined]
+        b.run_jobs()
+
+    reader = threading.Thread(target=release)
+    reader.start()
+    assert not isinstance(a.transport.allocate(12 * MB, Deadline.after(20.0)), str)
+    reader.join()
+
+
+def test_without_an_arena_nothing_is_shared() -> None:
+    for a, _ in pair(OFF):
+        assert a.transport.allocate(100, Deadline.after(0.0)) == "off"

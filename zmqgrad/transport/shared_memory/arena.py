@@ -26,6 +26,12 @@ from zmqgrad.transport.shared_memory.segment import Segment
 
 logger = logging.getLogger(__name__)
 
+OWN = -1
+"""Stands for this worker among the peers: it has leases of the blocks that it shares."""
+
+LOST = -2
+"""Stands for peers that are lost while a process on their behalf still maps their blocks."""
+
 SEGMENT_BYTES = 1 << 30
 """Size of a segment, unless a block needs more. Memory is only allocated as it is written."""
 
@@ -65,6 +71,7 @@ class Arena:
         self._departed: list[LeaseState] = []  # lost peers with leases in segments that are still mapped
         self._writing: set[int] = set()  # leases that a thread is still writing to
         self._more: Counter[tuple[int, int]] = Counter()  # leases but one of shared blocks, by their place
+        self._freed = threading.Condition(self._lock)
         self._lease_numbers = itertools.count(1)
         self._lock_bytes = itertools.count(1)  # offsets of the bytes locked for peers
         self._unknown_releases = 0
@@ -138,12 +145,28 @@ class Arena:
                 return None
         return leases
 
+    def holders(self, lease: Lease) -> list[int]:
+        """The peers that have a lease of the block of ``lease``, :data:`OWN` and :data:`LOST` included."""
+        with self._lock:
+            states = [*self._peers.items(), *((LOST, state) for state in self._departed)]
+            return [
+                peer
+                for peer, state in states
+                if any(x.segment is lease.segment and x.offset == lease.offset for x in state.leases.values())
+            ]
+
+    def wait_freed(self, seconds: float) -> None:
+        """Wait until a block is freed, at most ``seconds``."""
+        with self._freed:
+            self._freed.wait(seconds)
+
     def _free(self, leases: Iterable[Lease]) -> None:
-        """Free the blocks of ``leases`` that nobody else has."""
+        """Free the blocks of ``leases`` that nobody else has. Called with the lock held."""
         for lease in leases:
             place = lease.segment.id, lease.offset
             if place not in self._more:
                 lease.segment.free_list.free(lease.offset)
+                self._freed.notify_all()
             elif self._more[place] > 1:
                 self._more[place] -= 1
             else:
@@ -248,6 +271,7 @@ class Arena:
             self._segments, self._departed = [], []
             self._peers.clear()
             self._more.clear()
+            self._freed.notify_all()
 
     def statistics(self) -> dict[str, Any]:
         """Return the limit, the use of memory, and the leases."""

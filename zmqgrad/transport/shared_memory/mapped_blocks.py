@@ -50,10 +50,7 @@ class _PeerSegment:
             raise ProtocolError(
                 f"a block of {size} bytes at {offset} is not within its segment of {self._mapped.size}"
             )
-        try:
-            array = self._mapped.block(offset, size, buffer.shared)
-        except OSError as e:
-            raise ProtocolError(f"a shared block of {size} bytes cannot be mapped: {e}") from e
+        array = self._mapped.block(offset, size, buffer.shared)
         reference = self._in_use[block] = _BlockRef(array, self._on_death)
         reference.block = block
         return memoryview(array).cast("B")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -25,6 +26,8 @@ from typing import Any
 from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, FreeList, align_up
 from zmqgrad.wire.lazy_frame import Frame, LazyFrame
 
+logger = logging.getLogger(__name__)
+
 NAME = "zmqgrad"
 
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
@@ -34,6 +37,10 @@ Copy = Callable[[int, Any, int], object]
 
 MIN_TRIM_BYTES = 1 << 20
 """Smaller free ranges keep their memory."""
+
+
+_MAP_NORESERVE = 0x4000
+"""Linux: a private mapping takes memory only where it is written, so it need not be reserved."""
 
 
 def supported() -> bool:
@@ -99,6 +106,10 @@ class Segment:
         else:
             source = data if isinstance(data, bytes) else _array_type(size).from_buffer(data)
             copy(self._address + offset, source, size)
+
+    def block(self, offset: int, size: int) -> Any:
+        """Return ``size`` bytes as a writable ctypes array, as :meth:`MappedSegment.block`."""
+        return _array_type(size).from_buffer(self._map, offset)
 
     def is_mapped_by_peer(self, lock: int) -> bool:
         """Return whether the peer that locks byte ``lock``, or a fork of it, has or gets the segment."""
@@ -183,10 +194,14 @@ class MappedSegment:
 
         Raises:
             ValueError: if the block is not within the segment.
-            OSError: if a shared one cannot be mapped.
         """
         if not shared:
             return _array_type(size).from_buffer(self._map, offset)
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        own = mmap.mmap(self._descriptor, offset + size - start, mmap.MAP_PRIVATE, offset=start)
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        try:
+            own = mmap.mmap(self._descriptor, offset + size - start, flags=flags, offset=start)
+        except OSError as e:  # the system allows no more mappings
+            logger.debug("a block of %d bytes is copied, as it cannot be mapped: %s", size, e)
+            return _array_type(size).from_buffer_copy(self._map, offset)
         return _array_type(size).from_buffer(own, offset - start)

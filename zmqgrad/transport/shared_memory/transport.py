@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.base import Buffer, SharedFrames
 from zmqgrad.transport.local.connection import Offer
 from zmqgrad.transport.shared_memory import forks
-from zmqgrad.transport.shared_memory.arena import Arena, Lease
+from zmqgrad.transport.shared_memory.arena import OWN, Arena, Lease
 from zmqgrad.transport.shared_memory.copier import Copier
 from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan
 from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.codec import encode
-from zmqgrad.wire.lazy_frame import Frame
+from zmqgrad.wire.lazy_frame import Frame, materialize
 from zmqgrad.wire.messages import ArenaOffer, FrameBuffer, FrameSlice, Manifest, Message, Release
 
 logger = logging.getLogger(__name__)
@@ -35,11 +37,30 @@ logger = logging.getLogger(__name__)
 RELEASE_SECONDS = 0.05
 """How long released blocks wait for a message that can carry the release."""
 
-SHARED = -1
-"""Has the leases of blocks for several peers until all of these have theirs. No worker has this id."""
+RECLAIM_SECONDS = 0.5
+"""How often a thread that waits for memory looks for blocks that lost peers have unmapped: nothing tells."""
 
 TRIM_SECONDS = 30.0
 """Free memory of an arena that was not used for once to twice this time returns to the system."""
+
+
+def shared_lease(frame: Frame) -> Lease | None:
+    """The lease of ``frame`` if it is a view of a whole array of :meth:`SharedMemoryTransport.allocate`."""
+    lease = _lease_beneath(frame)
+    return lease if lease is not None and lease.size == len(frame) else None
+
+
+def _lease_beneath(frame: Frame) -> Lease | None:
+    beneath: Any = frame
+    while beneath.__class__ is memoryview:  # of a pickled buffer, a view of a view
+        beneath = beneath.obj
+    lease: Lease | None = getattr(beneath, "lease", None)
+    return lease
+
+
+def never_changes(frame: Frame) -> bool:
+    """Whether ``frame`` is in memory of :meth:`SharedMemoryTransport.allocate`."""
+    return _lease_beneath(frame) is not None
 
 
 class SharedMemoryTransport:
@@ -60,6 +81,8 @@ class SharedMemoryTransport:
         self._copier = Copier(name)
         self._copy = self._copier.copy
         self._mapped_blocks = MappedBlocks(self._on_release)
+        self._dropped: deque[int] = deque()  # own leases of shared blocks; filled by finalizers
+        self._references: dict[int, weakref.ref[Any]] = {}  # of their arrays, by lease
         self.has_releases = self._mapped_blocks.has_releases
         """Returns, as a truth value, whether there are blocks to release to a peer."""
         self.sender = (0, 0)
@@ -92,6 +115,8 @@ class SharedMemoryTransport:
         released = self._mapped_blocks.take_releases(peer)
         if not frames:
             return PreparedFrames(Manifest(released=released) if released else None, ())
+        if local and self._references and (own := [shared_lease(f) for f in frames]) != [None] * len(own):
+            return self._prepare_shared(peer, frames, own, released)
         sizes = [len(f) for f in frames]
         total = sum(sizes)
         if total >= self._threshold:
@@ -109,6 +134,83 @@ class SharedMemoryTransport:
                 self.bytes_out += total
                 return PreparedFrames(manifest, (), tuple(segments.values()))
         return pack_for_socket(frames, sizes, released)
+
+    def _prepare_shared(
+        self, peer: int, frames: Sequence[Frame], shared: Sequence[Lease | None], released: tuple[int, ...]
+    ) -> PreparedFrames:
+        """Lease the blocks of those ``frames`` that are :attr:`shared` ones; the others use the socket."""
+        rest = [materialize(f) for f, lease in zip(frames, shared, strict=True) if lease is None]
+        buffers, slices, number = [FrameBuffer(size=len(f)) for f in rest], [], 0
+        segments: dict[int, Segment] = {}
+        for frame, own in zip(frames, shared, strict=True):
+            if own is None:
+                slices.append(FrameSlice(number, 0, len(frame)))
+                number += 1
+                continue
+            (lease,) = self._arena.share(peer, [own])
+            segments[lease.segment.id] = lease.segment
+            slices.append(FrameSlice(len(buffers), 0, lease.size))
+            buffers.append(FrameBuffer(lease.segment.id, lease.number, lease.offset, lease.size, True))
+            self.bytes_out += lease.size
+        manifest = Manifest(tuple(buffers), tuple(slices), released)
+        return PreparedFrames(manifest, rest, tuple(segments.values()))
+
+    def allocate(self, size: int, deadline: Deadline) -> Any:
+        """Allocate a block that many peers of this host may read, each without a copy.
+
+        Once it has been written, it must not change. A frame that is a view of the whole array is leased to
+        the peer that it is sent to; the block is freed when the array and all leases have ended.
+
+        Args:
+            size: in bytes.
+            deadline: for peers to release memory if too little is left.
+
+        Returns:
+            A ctypes array with the attribute ``lease``; or the reason for having none: ``off``, ``full`` or
+            ``no memory``.
+        """
+        if not self._arena.limit or self._pid != os.getpid():
+            return "off"
+        while True:
+            self._collect_dropped()
+            leases = self._arena.lease(OWN, [size])
+            if not isinstance(leases, str):
+                break
+            if leases != "full" or size > self._arena.limit or deadline.passed() or self._closed:
+                return leases
+            with blocking_section():
+                self._arena.wait_freed(min(deadline.left(), RECLAIM_SECONDS))
+            self._arena.reclaim()
+        (lease,) = leases
+        array = lease.segment.block(lease.offset, size)
+        array.lease = lease
+        dropped, on_release = self._dropped, self._on_release
+
+        def on_death(reference: weakref.ref[Any]) -> None:
+            dropped.append(lease.number)
+            on_release()
+
+        self._references[lease.number] = weakref.ref(array, on_death)
+        return array
+
+    def write(self, array: Any, offset: int, data: Frame) -> None:
+        """Copy ``data`` to ``offset`` of an array that :meth:`allocate` has returned."""
+        lease = array.lease
+        lease.segment.write(lease.offset + offset, data, self._copy)
+
+    def holders(self, lease: Lease) -> list[int]:
+        """The peers that have a block, as :meth:`Arena.holders`, less this worker."""
+        self._collect_dropped()
+        return [peer for peer in self._arena.holders(lease) if peer != OWN]
+
+    def _collect_dropped(self) -> None:
+        while self._dropped:
+            try:
+                number = self._dropped.popleft()
+            except IndexError:  # another thread took it
+                return
+            self._references.pop(number, None)
+            self._arena.release(OWN, [number])
 
     def rollback(self, peer: int, prepared: PreparedFrames, *, perhaps_sent: bool = False) -> None:
         """Undo :meth:`prepare`: ``prepared`` was not sent.
@@ -136,7 +238,7 @@ class SharedMemoryTransport:
         shared = isinstance(frames, SharedFrames)
         if isinstance(frames, SharedFrames) and frames.copy_of_all and local:
             return self._arena.share(peer, frames.copy_of_all)
-        owner = SHARED if shared else peer
+        owner = OWN if shared else peer
         if not self._arena.limit or self._pid != os.getpid():
             result: list[Lease] | str = "off"
         else:
@@ -206,6 +308,7 @@ class SharedMemoryTransport:
     def _release(self) -> None:
         self._release_scheduled = False  # first: later releases schedule the next call
         forks.unpin_ended()
+        self._collect_dropped()
         for peer in self._mapped_blocks.peers_with_releases():
             if not self._closed:
                 self._notify(peer, Release())  # with a manifest, which contains the releases

@@ -26,8 +26,10 @@ class FrameBuffer(WireStruct, frozen=True):
 
     ``segment`` is the segment of the arena, in which the block has ``size`` bytes at ``offset``. If it is 0,
     the buffer is the next ZeroMQ frame of this message, or, if ``block`` is not 0, the frame that was
-    received in chunks as stream ``block``. A block that is ``shared`` has other readers: what this one writes
-    to it, they must not see.
+    received in chunks as stream ``block``.
+
+    The receiver owns a block of the arena until it releases it, unless that is ``shared``: then others read
+    it, too, and each of them maps it privately.
     """
 
     segment: Id = 0
