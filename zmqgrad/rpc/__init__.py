@@ -55,8 +55,10 @@ from zmqgrad.rpc.membership.collectives import all_gather, barrier
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.names import get_ref, remove_ref, watch_ref
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, removed
+from zmqgrad.rpc.publishing import publish
 from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.server_process_global_profiler import _server_process_global_profile
+from zmqgrad.rpc.subscribing import PublishedTensors, Subscription, subscribe
 
 PyRRef = RRef
 
@@ -72,11 +74,13 @@ __all__ = [
     "BackendType",
     "BackendValue",
     "GroupFuture",
+    "PublishedTensors",
     "PyRRef",
     "RRef",
     "RRefGroup",
     "RpcBackendOptions",
     "RpcFuture",
+    "Subscription",
     "TensorPipeRpcBackendOptions",
     "WorkerGroup",
     "WorkerInfo",
@@ -109,6 +113,7 @@ __all__ = [
     "is_available",
     "on_join",
     "on_loss",
+    "publish",
     "register_backend",
     "remote",
     "remove_ref",
@@ -116,6 +121,7 @@ __all__ = [
     "rpc_sync",
     "set_rpc_timeout",
     "shutdown",
+    "subscribe",
     "time_left",
     "wait_all",
     "wait_for_workers",

@@ -43,7 +43,6 @@ class Directory:
         self._worker = worker
         self._lock = threading.Lock()  # guards all below
         self._followers: list[Follower] = []
-        self._waiting: list[threading.Event] = []
         self._closed = False
         self.store: Store | None = None
         worker.hooks.peer_lost.append(lambda peer, error: self._on_lost())
@@ -98,58 +97,57 @@ class Directory:
         Raises:
             NotInitializedError: if this worker is shut down meanwhile.
         """
+        changed = threading.Event()
         try:
             found = find()
-            return self._wait(key, find, deadline) if found is None else found
+            if found is not None:
+                return found
+            follower = self.follow(key, lambda _: changed.set(), changed.set)
+            try:
+                while not follower.closed:
+                    changed.clear()  # before the look: no later change is missed
+                    found = find()
+                    if found is not None:
+                        return found
+                    with blocking_section():
+                        if not changed.wait(deadline.timeout()):
+                            return None
+            finally:
+                follower.close()
         except (StoreError, ClosedError):
             if not self._closed:
                 raise
         raise NotInitializedError(f"worker {self._worker.name} was shut down while it waited for {key}")
 
-    def _wait(self, key: str, find: Callable[[], T | None], deadline: Deadline) -> T | None:
-        store, changed = self.shared(), threading.Event()
-
-        def on_change(old: bytes | None, new: bytes | None) -> None:
-            changed.set()
-
-        with self._lock:
-            self._waiting.append(changed)
-        store.watch_key(key, on_change)
-        try:
-            while True:
-                changed.clear()  # before the look: no later change is missed
-                if self._closed:
-                    raise ClosedError(f"worker {self._worker.name} is closed")
-                found = find()
-                if found is not None:
-                    return found
-                with blocking_section():
-                    if not changed.wait(deadline.timeout()):
-                        return None
-        finally:
-            with self._lock:
-                self._waiting.remove(changed)
-            store.unwatch_key(key, on_change)
-
-    def follow(self, key: str, step: Callable[[bytes], None]) -> Follower:
+    def follow(
+        self, key: str, step: Callable[[bytes], None], on_close: Callable[[], None] = lambda: None
+    ) -> Follower:
         """Run ``step`` with the value of ``key`` in an engine thread: now, after each change, and each loss.
 
-        One at a time; values that were soon replaced may be left out. What it raises is logged.
+        One at a time; values that were soon replaced may be left out. What it raises is logged. ``on_close``
+        is called when the follower is closed, or this worker is.
         """
-        follower = Follower(self._worker, step)
         store = self.shared()
-        store.watch_key(key, follower.on_change)
 
         def end() -> None:
+            on_close()
             with self._lock:
-                if follower in self._followers:
-                    self._followers.remove(follower)
+                if self._closed:  # the watches end with the store, which may not reply any more
+                    return
+                self._followers.remove(follower)
             store.unwatch_key(key, follower.on_change)
 
-        follower.end = end
+        follower = Follower(self._worker, step, end)
         with self._lock:
+            if self._closed:
+                raise ClosedError(f"worker {self._worker.name} is closed")
             self._followers.append(follower)
-        follower.begin(self.read(key))
+        try:
+            store.watch_key(key, follower.on_change)
+            follower.begin(self.read(key))
+        except BaseException:
+            follower.close()
+            raise
         return follower
 
     def _on_lost(self) -> None:
@@ -161,25 +159,22 @@ class Directory:
     def _close(self) -> None:
         with self._lock:
             self._closed = True
-            waiting, followers = list(self._waiting), list(self._followers)
-            self._followers.clear()
-        for changed in waiting:
-            changed.set()
+            followers, self._followers = self._followers, []
         for follower in followers:
-            follower.close(unwatch=False)  # the watches end with the store, which may not reply any more
+            follower.close()
 
 
 class Follower:
     """Runs ``step`` with the newest value of a key. Made by :meth:`Directory.follow`."""
 
-    def __init__(self, worker: Worker, step: Callable[[bytes], None]) -> None:
+    def __init__(self, worker: Worker, step: Callable[[bytes], None], end: Callable[[], None]) -> None:
         self._worker = worker
         self._step = step
+        self._end = end
         self._lock = threading.Lock()  # guards all below
         self._value: bytes | None = None
         self._scheduled = self._again = False
         self.closed = False
-        self.end: Callable[[], None] = lambda: None
 
     def on_change(self, old: bytes | None, new: bytes | None) -> None:
         """The key has changed."""
@@ -226,12 +221,12 @@ class Follower:
         finally:
             reset_current_worker(token)
 
-    def close(self, *, unwatch: bool = True) -> None:
+    def close(self) -> None:
         """Run ``step`` no more; a run that has begun may end later. Idempotent."""
         with self._lock:
             already, self.closed = self.closed, True
-        if not already and unwatch:
-            self.end()
+        if not already:
+            self._end()
 
 
 def _reply() -> bool:

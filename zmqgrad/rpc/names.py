@@ -7,8 +7,8 @@
 
 So a name is refused before a second object exists, and who finds an object becomes its user by a message of
 the owner, as with any RRef: (R1) to (R3) of :mod:`~zmqgrad.rpc.rref.protocol` hold as they do there. The name
-itself keeps the value alive. A claim is void once its owner is dead, or its claimer before the owner knows
-of it.
+itself keeps the value alive. A claim is void once its owner is dead, or its claimer before the owner
+has declared it ready.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ from zmqgrad.rpc.serialization.naming import find_function, in_main, reference_t
 from zmqgrad.rpc.serialization.scripts import reduce_script_module
 from zmqgrad.rpc.serialization.subclasses import reduce_subclass
 
+OutOfBand = pickle.PickleBuffer
+"""A buffer within a value: it is a frame of its own, and arrives as a buffer."""
+
 
 def tensor_at(index: int) -> torch.Tensor:
     """Placeholder in pickles; the unpickler replaces it by a lookup in the tensors of the payload."""

@@ -1,0 +1,261 @@
+"""Published tensors: whole versions, in order, isolated from each other; and errors that say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rpc.test_names import WAIT, in_thread, lose
+from tests.support.waiting import eventually
+from zmqgrad import rpc
+from zmqgrad.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    DuplicateNameError,
+    NotInitializedError,
+    PayloadError,
+    RpcTimeoutError,
+)
+from zmqgrad.testing import Cluster, cluster
+
+
+@pytest.fixture
+def trio() -> Iterator[Cluster]:
+    with cluster(3) as c:
+        yield c
+
+
+def state(value: float, size: int = 50_000) -> dict[str, torch.Tensor]:
+    """Tensors that all have one value, so that a mixture shows."""
+    return {"a": torch.full((size,), value), "b": torch.full((3, 5), value, dtype=torch.float64)}
+
+
+def values(tensors: dict[str, torch.Tensor]) -> set[float]:
+    """The values that are in ``tensors``."""
+    return {float(x) for t in tensors.values() for x in t.unique()}
+
+
+SAMPLES: dict[str, torch.Tensor] = {
+    "matrix": torch.arange(12.0).view(3, 4),
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "every other": torch.arange(10)[::2],
+    "expanded": torch.ones(1, 3).expand(4, 3),
+    "half": torch.rand(7).to(torch.bfloat16),
+    "complex": torch.rand(5, dtype=torch.complex64).conj(),
+    "negative": torch.rand(5, dtype=torch.complex64).conj().imag,
+    "bool": torch.tensor([True, False]),
+    "scalar": torch.tensor(3),
+    "empty": torch.empty(0, 4),
+    "parameter": torch.nn.Parameter(torch.rand(3)),
+    "large": torch.rand(100_000),
+}
+
+
+def test_each_kind_of_tensor_arrives_as_it_was(trio: Cluster) -> None:
+    rpc.publish("samples", SAMPLES)
+    for rank in (0, 1):
+        with trio.acting(rank), rpc.subscribe("samples") as subscription:
+            found = subscription.tensors
+            assert list(found) == list(SAMPLES)
+            for key, sample in SAMPLES.items():
+                assert found[key].dtype == sample.dtype
+                assert torch.equal(found[key], sample.detach()), key
+                assert not found[key].requires_grad
+
+
+def test_a_module_is_published_and_loaded_in_one_line_each(trio: Cluster) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.BatchNorm1d(200))
+    assert rpc.publish("policy", module) == 1
+    with trio.acting(1), rpc.subscribe("policy") as subscription:
+        other = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.BatchNorm1d(200))
+        other.load_state_dict(subscription.tensors)
+    assert all(torch.equal(v, other.state_dict()[k]) for k, v in module.state_dict().items())
+
+
+def test_versions_rise_and_a_version_never_changes(trio: Cluster) -> None:
+    source = state(1.0)
+    rpc.publish("policy", source)
+    with trio.acting(1):
+        subscription = rpc.subscribe("policy")
+    first = subscription.tensors
+    for t in source.values():
+        t.fill_(2.0)
+    assert values(first) == {1.0}
+    assert rpc.publish("policy", source) == 2
+    second = subscription.wait(newer_than=1)
+    assert (first.version, second.version, subscription.version) == (1, 2, 2)
+    assert (values(first), values(second)) == ({1.0}, {2.0})
+
+
+def test_what_a_reader_writes_is_seen_by_nobody_else(trio: Cluster) -> None:
+    rpc.publish("policy", state(1.0))
+    with trio.acting(1):
+        one, other = rpc.subscribe("policy"), rpc.subscribe("policy")
+    one.tensors["a"].fill_(9.0)
+    assert values(other.tensors) == {1.0}
+    rpc.publish("policy", state(1.0) | {"b": torch.full((3, 5), 2.0)}, changed=["b"])
+    assert values({"a": one.wait(1)["a"]}) == {1.0}
+
+
+def test_only_what_changed_is_copied(trio: Cluster) -> None:
+    rpc.publish("policy", state(1.0))
+    with trio.acting(1):
+        subscription = rpc.subscribe("policy")
+    given = state(2.0)
+    rpc.publish("policy", given, changed=["b"])
+    found = subscription.wait(1)
+    assert values({"a": found["a"]}) == {1.0}  # taken from version 1: the caller has said that it is equal
+    assert values({"b": found["b"]}) == {2.0}
+    with pytest.raises(ConfigurationError, match=r"changed has names that tensors does not: c"):
+        rpc.publish("policy", given, changed=["c"])
+    with pytest.raises(ConfigurationError, match="'c' is new"):
+        rpc.publish("policy", given | {"c": torch.ones(1)}, changed=["a"])
+    assert rpc.publish("policy", {"b": given["b"]}, changed=[]) == 3
+    assert list(subscription.wait(2)) == ["b"]
+
+
+def test_tied_tensors_are_copied_once(trio: Cluster) -> None:
+    t = torch.rand(1000)
+    rpc.publish("policy", {"one": t, "other": t})
+    with trio.acting(1), rpc.subscribe("policy") as subscription:
+        found = subscription.tensors
+        assert found["one"].data_ptr() == found["other"].data_ptr()
+
+
+def test_parts(trio: Cluster) -> None:
+    x = torch.rand(100, 80)
+    rpc.publish("policy", {"x": x, "y": torch.ones(3), "z": torch.zeros(4)})
+    with trio.acting(1), rpc.subscribe("policy", narrow={"x": (1, 10, 20), "y": None}) as subscription:
+        found = subscription.tensors
+        assert torch.equal(found["x"], x.narrow(1, 10, 20))
+        assert list(found) == ["x", "y"]
+    with pytest.raises(ConfigurationError, match=r"no tensor is named w; among the names are x, y, z"):
+        rpc.subscribe("policy", narrow={"w": None})
+    with pytest.raises(ConfigurationError, match=r"'x' has the shape \(100, 80\)"):
+        rpc.subscribe("policy", narrow={"x": (0, 90, 20)})
+
+
+def test_a_callback_and_an_iterator_get_the_versions(trio: Cluster) -> None:
+    heard: SimpleQueue[Any] = SimpleQueue()
+    rpc.publish("policy", state(1.0))
+    with trio.acting(2):
+        watching = rpc.subscribe("policy", callback=lambda tensors: heard.put(tensors.version))
+    assert heard.get(timeout=WAIT) == 1
+
+    async def follow() -> list[int]:
+        seen = []
+        async for tensors in watching:
+            seen.append(tensors.version)
+            if len(seen) == 3:
+                return seen
+            await asyncio.to_thread(rpc.publish, "policy", state(1.0))
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(follow(), WAIT)) == [1, 2, 3]
+    assert [heard.get(timeout=WAIT), heard.get(timeout=WAIT)] == [2, 3]
+
+
+def test_waits_for_a_first_version(trio: Cluster) -> None:
+    waiting = in_thread(lambda: values(rpc.subscribe("policy").tensors), trio, 2)
+    rpc.publish("policy", state(4.0))
+    assert waiting.get(timeout=WAIT) == {4.0}
+
+
+def test_nothing_is_published(trio: Cluster) -> None:
+    with pytest.raises(RpcTimeoutError, match=r"'policy' after 0.01 s; nothing is published in this group"):
+        rpc.subscribe("policy", timeout=0.01)
+    rpc.publish("value", state(1.0))
+    with pytest.raises(RpcTimeoutError, match=r"'policy' after 0.01 s; the names are value"):
+        rpc.subscribe("policy", timeout=0.01)
+    with (
+        rpc.subscribe("value") as subscription,
+        pytest.raises(RpcTimeoutError, match="worker0 has published"),
+    ):
+        subscription.wait(timeout=0.01)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (3, ArgumentTypeError, "a module or its state_dict"),
+        ([torch.ones(1)], ArgumentTypeError, "a module or its state_dict"),
+        ({"step": 3}, ArgumentTypeError, "'step' is a int.*Leave it out"),
+        ({3: torch.ones(1)}, ArgumentTypeError, "tensors with a name"),
+        ({"a": {"b": torch.ones(1)}}, ArgumentTypeError, "'a' is a dict"),
+        ({"s": torch.eye(3).to_sparse()}, PayloadError, "'s' is a torch.sparse_coo.*to_dense"),
+        ({"m": torch.ones(3, device="meta")}, PayloadError, "on meta.*cpu"),
+    ],
+)
+def test_what_cannot_be_published(trio: Cluster, given: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        rpc.publish("policy", given)
+    assert rpc.publish("policy", state(1.0)) == 1
+
+
+def test_one_worker_publishes_a_name_until_it_is_lost(trio: Cluster) -> None:
+    rpc.publish("policy", state(1.0))
+    with trio.acting(2):
+        subscription = rpc.subscribe("policy")
+    with trio.acting(1), pytest.raises(DuplicateNameError, match=r"worker0 .* publishes 'policy'"):
+        rpc.publish("policy", state(2.0))
+    lose(trio, 0)
+    with trio.acting(2):
+        assert values(subscription.tensors) == {1.0}
+        with pytest.raises(RpcTimeoutError, match="worker0 has published version 1, which is lost"):
+            subscription.wait(timeout=0.05)
+    with trio.acting(1):
+        assert rpc.publish("policy", state(2.0)) == 2
+    with trio.acting(2):
+        assert values(subscription.wait(1)) == {2.0}
+
+
+def test_shutdown_ends_a_wait_and_leaves_the_tensors() -> None:
+    with cluster(2) as c:
+        rpc.publish("policy", state(1.0))
+        with c.acting(1):
+            subscription = rpc.subscribe("policy")
+        waiting = in_thread(lambda: subscription.wait(timeout=0), c, 1)
+    assert isinstance(waiting.get(timeout=WAIT), NotInitializedError)
+    assert values(subscription.tensors) == {1.0}
+
+
+def test_versions_are_whole_while_others_are_published(trio: Cluster) -> None:
+    rpc.publish("policy", state(0.0))
+    stop = threading.Event()
+    seen: list[list[int]] = []
+
+    def read(rank: int) -> int:
+        with trio.acting(rank), rpc.subscribe("policy") as subscription:
+            versions = []
+            while not stop.is_set() or versions[-1] < 50:
+                tensors = subscription.wait(0)
+                assert values(tensors) == {float(tensors.version - 1)}
+                versions.append(tensors.version)
+        seen.append(versions)
+        return len(versions)
+
+    readers = [in_thread(lambda rank=rank: read(rank), trio, rank) for rank in (0, 1, 2)]
+    for number in range(1, 50):
+        rpc.publish("policy", state(float(number)))
+    stop.set()
+    for reader in readers:
+        assert isinstance(reader.get(timeout=WAIT), int)
+    assert all(versions == sorted(versions) for versions in seen)
+
+
+def test_a_closed_subscription_is_dropped(trio: Cluster) -> None:
+    rpc.publish("policy", state(1.0))
+    subscription = rpc.subscribe("policy")
+    subscription.close()
+    subscription.close()
+    rpc.publish("policy", state(2.0))
+    with pytest.raises(NotInitializedError, match="was closed"):
+        subscription.wait()
+    assert subscription.version == 1
+    eventually(lambda: trio.workers[0].is_idle())

@@ -1,0 +1,454 @@
+"""Published tensors, where they are: versions of a publisher, which one worker of each host passes on.
+
+A version is immutable: the bytes of its tensors are in blocks (of shared memory, where there is any) that are
+written once, before the version is announced by a key in the store. A reader asks the publisher for it, and
+gets all blocks in one reply, each leased to it: so it has the whole of one version, whatever is published
+meanwhile, and no block is written again before its lease has ended. The publisher itself holds the newest
+version only.
+
+Readers of another host get a version from the first of them that has asked: the *relay* of their host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from zmqgrad.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    DuplicateNameError,
+    PayloadError,
+    RpcTimeoutError,
+)
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.in_flight import served
+from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
+from zmqgrad.rpc.serialization.pickler import OutOfBand
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.blocking import blocking_section
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.wire.tensors.blobs import ALIGNMENT_BYTES, window
+from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
+
+PREFIX = "published/"
+
+Slice = tuple[int, int, int]
+"""A part of a tensor, as ``torch.narrow`` takes it: dim, start, length."""
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """What the store says of a name: the newest version, and who has it."""
+
+    version: int
+    publisher: int
+
+
+class Place(NamedTuple):
+    """Where a tensor is: ``offset`` in bytes from the start of block number ``block``."""
+
+    block: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version: where its tensors are, and the blocks, by their number."""
+
+    number: int
+    publisher: int
+    places: dict[str, Place]
+    blocks: dict[int, Any]
+    narrowed: bool = False
+    relays: dict[str, int] = field(default_factory=dict)
+    """The worker that passes it on, by host."""
+
+    def to_send(self, known: Collection[int] = ()) -> Version:
+        """What a reader gets: each block is one frame, which is leased if the reader is on this host."""
+        blocks = {number: OutOfBand(b) for number, b in self.blocks.items() if number not in known}
+        return replace(self, blocks=blocks, relays={})
+
+
+class Redirection(NamedTuple):
+    """Version ``number`` is with ``relay``."""
+
+    number: int
+    relay: int
+
+
+class Shelf:
+    """The versions that one worker has for readers: its own, and those that it relays to its host."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.publishing = threading.Lock()  # held while a version is made: one at a time
+        self._changed = threading.Condition()  # guards all below
+        self._versions: dict[str, Version] = {}
+        self._seen: dict[str, float] = {}  # the newest version that is read here, by name
+        self._leases: dict[str, list[tuple[int, Any]]] = {}  # of blocks that were published here
+        self._closed = False
+        worker.hooks.closing.append(self._close)
+
+    def newest(self, name: str) -> Version | None:
+        """The newest version on this worker."""
+        return self._versions.get(name)
+
+    def put(self, name: str, version: Version) -> None:
+        """Let readers have ``version``, and drop the one before."""
+        with self._changed:
+            self._versions[name] = version
+            self._changed.notify_all()
+
+    def drop(self, name: str) -> None:
+        """Let readers have none."""
+        with self._changed:
+            self._versions.pop(name, None)
+
+    def seen(self, name: str, number: float) -> None:
+        """This worker reads version ``number`` now: it does not relay an older one any more."""
+        with self._changed:
+            self._seen[name] = number
+            found = self._versions.get(name)
+            if found is not None and found.publisher != self.worker.id and found.number < number:
+                del self._versions[name]
+            self._changed.notify_all()
+
+    def wait_for(self, name: str, number: int, seconds: float) -> Version | None:
+        """The newest version, once it is ``number`` or later; None if it is not, or after ``seconds``."""
+
+        def find() -> Version | None:
+            found = self._versions.get(name)
+            return found if found is not None and found.number >= number else None
+
+        with blocking_section(), self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or find() is not None or self._seen.get(name, 0) >= number, seconds
+            )
+            return find()
+
+    def relay_for(self, version: Version, reader: int, failed: int) -> int:
+        """The relay of ``version`` for the host of ``reader``, which becomes it if there is none."""
+        host = self.worker.membership.record(reader).host
+        with self._changed:
+            relay = version.relays.get(host, failed)
+            if relay == failed or relay in self.worker.lost:
+                version.relays[host] = relay = reader
+            return relay
+
+    def note_lease(self, name: str, number: int, block: Any) -> None:
+        """Remember that a block was made for version ``number``, to tell who holds it."""
+        if hasattr(block, "lease"):
+            place = block.lease.segment.id, block.lease.offset  # what was there before has been freed
+            for key, leases in self._leases.items():
+                self._leases[key] = [(n, x) for n, x in leases if (x.segment.id, x.offset) != place]
+            self._leases.setdefault(name, []).append((number, block.lease))
+
+    def holders(self) -> str:
+        """Which workers hold which versions, in words."""
+        worker, parts = self.worker, []
+        for name, leases in self._leases.items():
+            for number, lease in leases:
+                peers = worker.mailbox.holders(lease)
+                if peers:
+                    names = ", ".join(
+                        "a lost worker" if p < 0 else worker.membership.name_of(p) for p in peers
+                    )
+                    parts.append(f"version {number} of {name!r}: {names}")
+        return "; ".join(parts)
+
+    def _close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._versions.clear()
+            self._changed.notify_all()
+
+
+def shelf_of(worker: Worker) -> Shelf:
+    """The shelf of ``worker``."""
+    extensions = worker.hooks.extensions
+    if "published" not in extensions:
+        extensions.setdefault("published", Shelf(worker))
+    shelf: Shelf = extensions["published"]
+    return shelf
+
+
+# ---- the publisher ----------------------------------------------------------------------------------------
+
+
+def publish(
+    name: str,
+    tensors: torch.nn.Module | Mapping[str, torch.Tensor],
+    *,
+    changed: Collection[str] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> int:
+    """Make the next version of ``name`` from ``tensors``: one copy, which never changes.
+
+    :func:`subscribe` gives it to any worker. This worker keeps the newest version; an older one is kept by
+    those that use it. All of them together take at most ``arena_limit`` bytes of shared memory
+    (:class:`RpcBackendOptions`). One worker at a time publishes a name.
+
+    Args:
+        name: of the versions.
+        tensors: a ``state_dict()``, or a module, whose ``state_dict()`` is taken. Strided tensors in host
+            memory; of each, the values are published, without gradient.
+        changed: names of the tensors that differ from the version before. The others are not copied: they
+            stay in the memory of the version that had them last, which is kept as a whole. None: all.
+        timeout: seconds to wait for memory that readers of older versions hold, and for the store; 0 for no
+            limit; default: the worker's.
+
+    Returns:
+        The number of the version; it rises by one with each, also if another worker goes on publishing.
+
+    Raises:
+        ArgumentTypeError: if ``tensors`` is no such thing, naming the entry.
+        PayloadError: if a tensor cannot be published (on a GPU, sparse, quantized, ...).
+        ConfigurationError: if ``changed`` has names that are not in ``tensors``, or leaves out a tensor that
+            is new, or of another shape or dtype.
+        DuplicateNameError: if another worker, which is alive, publishes this name.
+        RpcTimeoutError: if there is not enough memory in time. It says who holds which versions.
+    """
+    worker = current_worker()
+    if not isinstance(name, str) or not name:
+        raise ArgumentTypeError(f"publish: a name is a string of at least one character, not {name!r}")
+    checked = _checked(tensors)
+    deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
+    shelf = shelf_of(worker)
+    with shelf.publishing:
+        raw, number = _next_number(worker, name)
+        before = shelf.newest(name)
+        before = before if before is not None and before.publisher == worker.id else None
+        kept = {} if changed is None else _unchanged(checked, set(changed), before)
+        places, blocks = dict(kept), {}
+        fresh = {key: t for key, t in checked.items() if key not in kept}
+        if fresh:
+            plan = _Plan(fresh, worker.ids.next())
+            block = allocate(worker, shelf, plan.size, deadline)
+            plan.fill(block, worker.mailbox.write if hasattr(block, "lease") else None)
+            blocks[next(iter(plan.places.values())).block] = block
+            places.update(plan.places)
+            shelf.note_lease(name, number, block)
+        if before is not None:
+            blocks.update({p.block: before.blocks[p.block] for p in kept.values()})
+        version = Version(number, worker.id, {key: places[key] for key in checked}, blocks)
+        shelf.put(name, version)  # first: who reads the announcement asks for it
+        announced = msgspec.json.encode(Announcement(number, worker.id))
+        if worker.directory.shared().compare_set(PREFIX + name, raw, announced) != announced:
+            shelf.drop(name)
+            raise DuplicateNameError(f"another worker has begun to publish {name!r}")
+    return number
+
+
+def _next_number(worker: Worker, name: str) -> tuple[bytes, int]:
+    """What the store says of ``name``, and the number of the next version."""
+    raw = worker.directory.read(PREFIX + name)
+    if not raw:
+        return raw, 1
+    last = msgspec.json.decode(raw, type=Announcement)
+    if last.publisher != worker.id and worker.directory.is_alive(last.publisher):
+        raise DuplicateNameError(
+            f"{worker.membership.name_of(last.publisher)} (worker {last.publisher}) publishes {name!r}: use "
+            f"another name, or let that worker publish"
+        )
+    return raw, last.version + 1
+
+
+def _checked(tensors: Any) -> dict[str, torch.Tensor]:
+    """The entries of ``tensors``, detached."""
+    if isinstance(tensors, torch.nn.Module):
+        tensors = tensors.state_dict()
+    if not isinstance(tensors, Mapping):
+        raise ArgumentTypeError(
+            f"publish: pass a module or its state_dict(), a mapping of names to tensors, not "
+            f"{type(tensors).__name__}"
+        )
+    checked: dict[str, torch.Tensor] = {}
+    for key, t in tensors.items():
+        if not isinstance(key, str) or not isinstance(t, torch.Tensor):
+            raise ArgumentTypeError(
+                f"publish: entry {key!r} is a {type(t).__name__}: only tensors with a name are published. "
+                f"Leave it out, make it a tensor, or publish parts one by one (of an optimizer, by state)"
+            )
+        if not t.is_cpu or t.layout is not torch.strided or t.is_quantized or t.is_nested:
+            raise PayloadError(
+                f"publish: {key!r} is a {t.layout} tensor on {t.device}: only strided tensors in host memory "
+                f"are published. Pass its .cpu(), .to_dense() or .dequantize()"
+            )
+        if t.dtype not in NAMES:
+            raise PayloadError(f"publish: {key!r} has the dtype {t.dtype}, which cannot be sent")
+        checked[key] = t.detach()
+    return checked
+
+
+def _unchanged(
+    tensors: dict[str, torch.Tensor], changed: set[str], before: Version | None
+) -> dict[str, Place]:
+    """The places of the tensors that are as they were ``before``."""
+    unknown = sorted(changed.difference(tensors))
+    if unknown:
+        raise ConfigurationError(f"publish: changed has names that tensors does not: {', '.join(unknown)}")
+    if before is None:
+        return {}
+    kept: dict[str, Place] = {}
+    for key in tensors.keys() - changed:
+        place, t = before.places.get(key), tensors[key]
+        if place is None or (place.dtype, place.shape) != (NAMES[t.dtype], tuple(t.shape)):
+            raise ConfigurationError(
+                f"publish: {key!r} is new, or of another shape or dtype than in version {before.number}: "
+                f"name it in changed"
+            )
+        kept[key] = place
+    return kept
+
+
+class _Plan:
+    """Where ``tensors`` go in a new block: those that are the same memory have one place."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], block: int) -> None:
+        self.places: dict[str, Place] = {}
+        self.size = 0
+        self._contents: dict[tuple[Any, ...], tuple[int, torch.Tensor]] = {}
+        for key, t in tensors.items():
+            what = (t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else (key,)
+            if what not in self._contents:
+                self._contents[what] = self.size, t
+                self.size += -(-t.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            offset = self._contents[what][0]
+            self.places[key] = Place(block, offset, NAMES[t.dtype], tuple(t.shape))
+        self.size = max(self.size, 1)
+
+    def fill(self, block: Any, write: Callable[[Any, int, memoryview], None] | None = None) -> Any:
+        """Copy the tensors to ``block``, those that are contiguous by ``write``. Returns ``block``."""
+        for offset, t in self._contents.values():
+            if write is not None and t.is_contiguous() and not (t.is_conj() or t.is_neg()):
+                write(block, offset, window(t, t.data_ptr(), t.nbytes))
+            else:
+                tensor_at(block, Place(0, offset, NAMES[t.dtype], tuple(t.shape))).copy_(t)
+        return block
+
+
+def allocate(worker: Worker, shelf: Shelf, size: int, deadline: Deadline) -> Any:
+    """A block of ``size`` bytes: of shared memory, or of this process if the system has none.
+
+    Raises:
+        RpcTimeoutError: if readers hold too much of it.
+    """
+    block = worker.mailbox.allocate(size, deadline)
+    if not isinstance(block, str):
+        return block
+    if block == "off":
+        return bytearray(size)
+    arena = worker.mailbox.statistics()["arena"]
+    held = shelf.holders()
+    who = f"These workers hold versions: {held}. " if held else ""
+    raise RpcTimeoutError(
+        f"{worker.name}: no shared memory for a version of {size} bytes ({block}): {arena['bytes_leased']} "
+        f"of {arena['limit']} are leased. {who}Let readers "
+        f"drop the tensors of older versions, or raise RpcBackendOptions(arena_limit=BYTES)"
+    )
+
+
+def tensor_at(block: Any, place: Place) -> torch.Tensor:
+    """The tensor at ``place`` of ``block``."""
+    dtype, shape = DTYPES[place.dtype], place.shape
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(block, dtype=dtype, count=count, offset=place.offset).view(shape)
+
+
+# ---- what readers call ------------------------------------------------------------------------------------
+
+
+def fetch_version(
+    name: str, narrow: Mapping[str, Slice | None] | None, failed: int, known: Collection[int]
+) -> Version | Redirection | None:
+    """Runs on the publisher: its newest version for the worker that calls.
+
+    Args:
+        name: of the versions.
+        narrow: the parts that a reader of another host wants; None: all.
+        failed: the relay that did not have the version; -1: none.
+        known: the blocks that the reader has as a relay.
+
+    Returns:
+        None if nothing is published here.
+    """
+    worker, request = current_worker(), served()
+    shelf = shelf_of(worker)
+    version = shelf.newest(name)
+    if version is None or request is None:
+        return None
+    reader = request.source
+    if reader == worker.id or worker.mailbox.is_local(reader):
+        return version.to_send()
+    if narrow is not None:
+        return _narrowed(version, narrow).to_send()
+    relay = shelf.relay_for(version, reader, failed)
+    return version.to_send(known) if relay == reader else Redirection(version.number, relay)
+
+
+def relayed_version(name: str, number: int, seconds: float) -> Version | None:
+    """Runs on a relay: version ``number`` or a later one, once it is here; None if it does not come."""
+    version = shelf_of(current_worker()).wait_for(name, number, seconds)
+    return None if version is None else version.to_send()
+
+
+def relay(worker: Worker, name: str, version: Version) -> Version:
+    """Let the readers of this host have a ``version`` that has arrived. Returns it in shared memory."""
+    shelf = shelf_of(worker)
+    before, blocks = shelf.newest(name), dict[int, Any]()
+    for number in {place.block for place in version.places.values()}:
+        if number not in version.blocks:
+            assert before is not None
+            blocks[number] = before.blocks[number]
+            continue
+        data = memoryview(version.blocks[number])
+        blocks[number] = block = worker.mailbox.allocate(len(data), Deadline.after(0.0))
+        if isinstance(block, str):  # no shared memory: readers get copies
+            blocks[number] = version.blocks[number]
+        else:
+            worker.mailbox.write(block, 0, data)
+    relayed = replace(version, blocks=blocks)
+    shelf.put(name, relayed)
+    return relayed
+
+
+def _narrowed(version: Version, parts: Mapping[str, Slice | None]) -> Version:
+    """A version with only these parts of its tensors, in a block of its own."""
+    plan = _Plan(take_parts(version.places, version.blocks, parts), 0)
+    return Version(version.number, version.publisher, plan.places, {0: plan.fill(bytearray(plan.size))}, True)
+
+
+def take_parts(
+    places: Mapping[str, Place], blocks: Mapping[int, Any], parts: Mapping[str, Slice | None] | None
+) -> dict[str, torch.Tensor]:
+    """The tensors at ``places``, on their blocks; with ``parts``, only these, narrowed.
+
+    Raises:
+        ConfigurationError: if there is no such part.
+    """
+    if parts is None:
+        return {key: tensor_at(blocks[place.block], place) for key, place in places.items()}
+    unknown = sorted(set(parts).difference(places))
+    if unknown:
+        known = ", ".join(sorted(places)[:16])
+        raise ConfigurationError(f"no tensor is named {', '.join(unknown)}; among the names are {known}")
+    tensors = {key: tensor_at(blocks[places[key].block], places[key]) for key in parts}
+    for key, part in parts.items():
+        if part is not None:
+            try:
+                tensors[key] = tensors[key].narrow(*part)
+            except (RuntimeError, IndexError, TypeError) as e:
+                raise ConfigurationError(
+                    f"narrow: {key!r} has the shape {places[key].shape}, and no part (dim, start, length) = "
+                    f"{part}: {e}"
+                ) from e
+    return tensors

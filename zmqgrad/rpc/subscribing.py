@@ -1,0 +1,284 @@
+"""Published tensors, where they are read: the newest whole version, fetched as soon as it is announced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import torch
+
+from zmqgrad.errors import (
+    ArgumentTypeError,
+    NotInitializedError,
+    PeerLostError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
+from zmqgrad.rpc.publishing import (
+    PREFIX,
+    Announcement,
+    Redirection,
+    Slice,
+    fetch_version,
+    relay,
+    relayed_version,
+    shelf_of,
+    take_parts,
+)
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.blocking import blocking_section
+
+logger = logging.getLogger(__name__)
+
+RELAY_SECONDS = 60.0
+"""How long a reader waits for the relay of its host before it asks the publisher again."""
+
+
+class PublishedTensors(dict[str, torch.Tensor]):
+    """The tensors of one version, by name; ``version`` is its number.
+
+    They are in memory of this reader: on the host of the publisher in a private mapping, of which no page is
+    copied before it is written. Writing to them changes nothing elsewhere, and no later version.
+    """
+
+    version: int
+
+
+class Subscription:
+    """The newest version of a name, as :func:`subscribe` returns it. Thread-safe.
+
+    ``async for tensors in subscription`` yields the newest version, then each newer one; versions that were
+    soon replaced may be left out.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        name: str,
+        narrow: Mapping[str, Slice | None] | None,
+        callback: Callable[[PublishedTensors], None] | None,
+    ) -> None:
+        self._worker = worker
+        self._name = name
+        self._narrow = narrow
+        self._callback = callback
+        self._shelf = shelf_of(worker)
+        self._changed = threading.Condition()  # guards all below
+        self._current: PublishedTensors | None = None
+        self._error: Exception | None = None
+        self._wakers: list[Callable[[], object]] = []
+        self._closed = False
+        self._shelf.seen(name, 0)
+        self._follower = worker.directory.follow(PREFIX + name, self._step, self._end)
+
+    @property
+    def tensors(self) -> PublishedTensors:
+        """The newest version that is here: ``module.load_state_dict(subscription.tensors)``."""
+        assert self._current is not None  # subscribe() has waited for it
+        return self._current
+
+    @property
+    def version(self) -> int:
+        """The number of the newest version that is here; ``tensors.version`` is that of ``tensors``."""
+        return 0 if self._current is None else self._current.version
+
+    def wait(self, newer_than: int | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> PublishedTensors:
+        """Wait for a version.
+
+        Args:
+            newer_than: the number of a version; None: the one that is here now.
+            timeout: seconds; 0 for no limit; default: the worker's.
+
+        Returns:
+            The newest version, which is newer than ``newer_than``.
+
+        Raises:
+            RpcTimeoutError: if there is none in time; it says if the publisher is lost.
+            NotInitializedError: if this is closed, or the worker is shut down.
+            Exception: what fetching a version raised.
+        """
+        seconds = self._worker.resolve_timeout(timeout)
+        last = self.version if newer_than is None else newer_than
+        with blocking_section(), self._changed:
+            self._changed.wait_for(lambda: self._is_ready(last), seconds or None)
+            found = self._newer(last)
+        if found is None:
+            raise RpcTimeoutError(self._explain(last, seconds))
+        return found
+
+    def _is_ready(self, last: int) -> bool:
+        return self._closed or self._error is not None or self.version > last
+
+    def _newer(self, last: int) -> PublishedTensors | None:
+        if self._closed:
+            raise NotInitializedError(f"the subscription to {self._name!r} was closed")
+        if self.version > last:
+            return self._current
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def _explain(self, last: int, seconds: float) -> str:
+        worker, directory = self._worker, self._worker.directory
+        found = {name: msgspec.json.decode(raw, type=Announcement) for name, raw in directory.list(PREFIX)}
+        own = found.get(self._name)
+        if own is None:
+            names = ", ".join(sorted(found))
+            what = f"the names are {names}" if names else "nothing is published in this group"
+            return f"{worker.name}: nothing is published as {self._name!r} after {seconds:g} s; {what}"
+        name = worker.membership.name_of(own.publisher)
+        lost = f", which is lost: {worker.lost[own.publisher]}" if own.publisher in worker.lost else ""
+        return (
+            f"{worker.name}: no version of {self._name!r} newer than {last} is here after {seconds:g} s; "
+            f"{name} has published version {own.version}{lost}"
+        )
+
+    async def __aiter__(self) -> AsyncIterator[PublishedTensors]:
+        last, loop = 0, asyncio.get_running_loop()
+        while True:
+            woken = asyncio.Event()
+
+            def wake(woken: asyncio.Event = woken) -> None:
+                with suppress(RuntimeError):  # the loop was closed without the iterator
+                    loop.call_soon_threadsafe(woken.set)
+
+            with self._changed:
+                found = self._newer(last)
+                if found is None:
+                    self._wakers.append(wake)
+            if found is None:
+                try:
+                    await woken.wait()
+                finally:
+                    with self._changed:
+                        if wake in self._wakers:
+                            self._wakers.remove(wake)
+                continue
+            last = found.version
+            yield found
+
+    def close(self) -> None:
+        """Fetch no more. Tensors that were read stay valid. Idempotent."""
+        self._follower.close()
+        self._shelf.seen(self._name, float("inf"))
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closed = True
+        self._notify()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- fetching ---------------------------------------------------------------------------------------
+
+    def _step(self, raw: bytes) -> None:
+        announced = msgspec.json.decode(raw, type=Announcement) if raw else None
+        if announced is None or announced.version <= self.version or announced.publisher in self._worker.lost:
+            return
+        try:
+            tensors = self._fetch(announced.publisher)
+        except (PeerLostError, UnknownWorkerError) as e:
+            logger.info("%s: the last version of %r stays: %s", self._worker.name, self._name, e)
+            return
+        except Exception as e:
+            with self._changed:
+                self._error = e
+            self._notify()
+            return
+        if tensors is None:
+            return
+        with self._changed:
+            if self._closed:
+                return
+            self._current, self._error = tensors, None
+        self._shelf.seen(self._name, tensors.version)
+        self._notify()
+        if self._callback is not None:
+            self._callback(tensors)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            wakers, self._wakers = self._wakers, []
+        for wake in wakers:
+            wake()
+
+    def _fetch(self, publisher: int) -> PublishedTensors | None:
+        worker, name, failed = self._worker, self._name, -1
+        while True:
+            held = self._shelf.newest(name)
+            known = () if held is None else tuple(held.blocks)
+            reply = self._ask(publisher, fetch_version, (name, self._narrow, failed, known))
+            if not isinstance(reply, Redirection):
+                if reply is not None and not (reply.narrowed or worker.mailbox.is_local(publisher)):
+                    version = relay(worker, name, reply)  # others of this host wait for it
+                    reply = self._ask(worker.id, relayed_version, (name, version.number, 0.0))
+                break
+            try:
+                failed = reply.relay
+                reply = self._ask(failed, relayed_version, (name, reply.number, RELAY_SECONDS))
+                if reply is not None:
+                    break
+            except (PeerLostError, UnknownWorkerError) as e:
+                logger.info("%s: asks the publisher of %r instead: %s", worker.name, name, e)
+        if reply is None:  # another worker publishes it by now, which will be announced
+            return None
+        parts = None if reply.narrowed else self._narrow
+        tensors = PublishedTensors(take_parts(reply.places, reply.blocks, parts))
+        tensors.version = reply.number
+        return tensors
+
+    def _ask(self, peer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        worker = self._worker
+        return worker.decode(
+            worker.send_and_wait(lambda: worker.call(peer, function, args, timeout=0, waits=True))
+        )
+
+
+def subscribe(
+    name: str,
+    *,
+    narrow: Mapping[str, Slice | None] | None = None,
+    callback: Callable[[PublishedTensors], None] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Subscription:
+    """Follow what :func:`publish` makes of a name, from any worker; waits for the first version.
+
+    Each version is fetched as soon as it is announced. On the host of the publisher it is mapped, without a
+    copy; one reader of each other host fetches it, and the others of that host map what that one has.
+
+    Args:
+        name: of the versions.
+        narrow: the tensors that this reader wants, and of each the part ``(dim, start, length)``, or None:
+            all of it. None: all tensors. Of these parts only, a reader of another host fetches the bytes.
+        callback: called with each version, in an engine thread, one call at a time; what it raises is logged.
+        timeout: seconds to wait for a version; 0 for no limit; default: the worker's.
+
+    Returns:
+        The subscription. It is followed until ``close()`` or ``shutdown``, also if nothing refers to it.
+
+    Raises:
+        RpcTimeoutError: if there is no version in time; it says which names there are.
+        ConfigurationError: if there is no such part.
+    """
+    worker = current_worker()
+    if not isinstance(name, str) or not name:
+        raise ArgumentTypeError(f"subscribe: a name is a string of at least one character, not {name!r}")
+    subscription = Subscription(worker, name, narrow, callback)
+    try:
+        subscription.wait(0, timeout)
+    except BaseException:
+        subscription.close()
+        raise
+    return subscription
