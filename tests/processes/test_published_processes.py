@@ -13,6 +13,7 @@ import torch
 
 from tests.processes.test_dynamic_processes import WAIT, join
 from tests.processes.test_lifecycle import what_is_open
+from tests.support.namespaces import Hosts, enter, hosts
 from tests.support.processes import free_port, run_processes
 from tests.support.waiting import eventually
 from zmqgrad import rpc
@@ -25,6 +26,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory"),
 ]
+
+__all__ = ["hosts"]
 
 PUBLISHES = int(os.environ.get("ZMQGRAD_TEST_PUBLISHES", "90"))
 """How many versions are published while publishers are killed."""
@@ -208,3 +211,79 @@ def die_with_versions(rank: int) -> int:
 
 def test_memory_of_a_killed_reader_comes_back() -> None:
     assert run_processes(die_with_versions, 2, may_die=(1,)) == [1, None]
+
+
+# ---- two hosts ---------------------------------------------------------------------------------------------
+
+SIZE = 1_500_000  # 6 MB
+
+
+def sent() -> int:
+    """How many bytes this worker has sent through sockets."""
+    return int(rpc.get_stats()["sent_by_path"]["frames"])
+
+
+def across(rank: int) -> dict[str, Any]:
+    """0 publishes on host a; 1 and 3 read on host b, and 2 on host a; 1 is killed while it is the relay."""
+    enter(rank)
+    rpc.init_rpc(f"w{rank}", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=60.0))
+    everybody, living = ["w0", "w1", "w2", "w3"], ["w0", "w2", "w3"]
+    result: dict[str, Any] = {}
+    content = state(1.0, SIZE)
+    if rank == 0:
+        rpc.publish("policy", content)
+        rpc.barrier(everybody)
+        result["whole"] = sent()
+        content["b"].fill_(2.0)
+        rpc.publish("policy", content, changed=["b"])
+        rpc.barrier(everybody)
+        result["changed"] = sent() - result["whole"]
+        rpc.barrier(everybody)
+        result["part"] = sent() - result["whole"] - result["changed"]
+        rpc.publish("policy", state(3.0, SIZE))
+        rpc.barrier(living)
+        rpc.barrier(living)
+        rpc.publish("policy", state(4.0, SIZE))
+        rpc.barrier(living)
+        rpc.shutdown(graceful=False)
+        return result
+    subscription = rpc.subscribe("policy")
+    result["first"] = subscription.version >= 1 and values({"a": subscription.tensors["a"]}) == {1.0}
+    result["mapped"] = bool(mapped())
+    rpc.barrier(everybody)
+    second = subscription.wait(1) if subscription.version < 2 else subscription.tensors
+    result["second"] = values({"a": second["a"]}), values({"b": second["b"]})
+    rpc.barrier(everybody)
+    if rank == 3:
+        subscription.close()
+        with rpc.subscribe("policy", narrow={"a": (0, 5, 100_000), "b": None}) as part:
+            result["part"] = {key: (len(t), values({key: t})) for key, t in part.tensors.items()}
+    rpc.barrier(everybody)
+    if rank == 1:
+        subscription.wait(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    rpc.barrier(living)
+    if rank == 3:  # is sent to worker 1, which is dead
+        subscription = rpc.subscribe("policy")
+        result["third"] = values(subscription.tensors)
+    rpc.barrier(living)
+    result["fourth"] = values(subscription.wait(3))
+    rpc.barrier(living)
+    rpc.shutdown(graceful=False)
+    return result
+
+
+@pytest.mark.timeout(150)
+def test_each_other_host_fetches_a_version_once(hosts: Hosts) -> None:
+    publisher, _, near, far = run_processes(across, 4, timeout=120, env=hosts.environment(), may_die=[1])
+    size = 4 * SIZE
+    assert size <= publisher["whole"] < 1.5 * size
+    assert publisher["changed"] < size / 10
+    assert 400_000 <= publisher["part"] < size / 5
+    assert far["part"] == {"a": (100_000, {1.0}), "b": (7, {2.0})}
+    assert far["third"] == {3.0}
+    for reader in (near, far):
+        assert reader["first"]
+        assert reader["mapped"]
+        assert reader["second"] == ({1.0}, {2.0})
+        assert reader["fourth"] == {4.0}
