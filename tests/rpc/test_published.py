@@ -41,6 +41,17 @@ def values(tensors: dict[str, torch.Tensor]) -> set[float]:
     return {float(x) for t in tensors.values() for x in t.unique()}
 
 
+class MaskedTensor(torch.Tensor):
+    """A subclass, which means something else than its bytes."""
+
+
+def freed() -> torch.Tensor:
+    """A tensor whose memory was freed, as sharded training does."""
+    t = torch.ones(5)
+    t.untyped_storage().resize_(0)
+    return t
+
+
 SAMPLES: dict[str, torch.Tensor] = {
     "matrix": torch.arange(12.0).view(3, 4),
     "transposed": torch.arange(12.0).view(3, 4).t(),
@@ -189,6 +200,8 @@ def test_nothing_is_published(trio: Cluster) -> None:
         ({3: torch.ones(1)}, ArgumentTypeError, "tensors with a name"),
         ({"a": {"b": torch.ones(1)}}, ArgumentTypeError, "'a' is a dict"),
         ({"s": torch.eye(3).to_sparse()}, PayloadError, "'s' is a torch.sparse_coo.*to_dense"),
+        ({"d": MaskedTensor()}, PayloadError, "'d' is a MaskedTensor.*plain tensor"),
+        ({"f": freed()}, PayloadError, "storage holds 0 bytes"),
         ({"m": torch.ones(3, device="meta")}, PayloadError, "on meta.*cpu"),
     ],
 )

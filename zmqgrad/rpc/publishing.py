@@ -35,6 +35,7 @@ from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.wire.tensors.blobs import ALIGNMENT_BYTES, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
+from zmqgrad.wire.tensors.memory import materialized
 
 PREFIX = "published/"
 
@@ -281,9 +282,13 @@ def _checked(tensors: Any) -> dict[str, torch.Tensor]:
                 f"publish: {key!r} is a {t.layout} tensor on {t.device}: only strided tensors in host memory "
                 f"are published. Pass its .cpu(), .to_dense() or .dequantize()"
             )
-        if t.dtype not in NAMES:
-            raise PayloadError(f"publish: {key!r} has the dtype {t.dtype}, which cannot be sent")
-        checked[key] = t.detach()
+        plain = t.detach()
+        if type(plain) is not torch.Tensor or t.dtype not in NAMES:
+            raise PayloadError(
+                f"publish: {key!r} is a {type(t).__name__} of {t.dtype}, which cannot be published. "
+                f"Pass a plain tensor (of a DTensor, its to_local() or full_tensor())"
+            )
+        checked[key] = materialized(plain)
     return checked
 
 
@@ -401,14 +406,12 @@ def relayed_version(name: str, number: int, seconds: float) -> Version | None:
     return None if version is None else version.to_send()
 
 
-def relay(worker: Worker, name: str, version: Version) -> Version:
-    """Let the readers of this host have a ``version`` that has arrived. Returns it in shared memory."""
-    shelf = shelf_of(worker)
-    before, blocks = shelf.newest(name), dict[int, Any]()
+def relay(worker: Worker, name: str, version: Version, known: Mapping[int, Any]) -> Version:
+    """Let the readers of this host have a ``version`` that has arrived, but for the ``known`` blocks."""
+    blocks: dict[int, Any] = {}
     for number in {place.block for place in version.places.values()}:
-        if number not in version.blocks:
-            assert before is not None
-            blocks[number] = before.blocks[number]
+        if number in known:
+            blocks[number] = known[number]
             continue
         data = memoryview(version.blocks[number])
         blocks[number] = block = worker.mailbox.allocate(len(data), Deadline.after(0.0))
@@ -417,7 +420,7 @@ def relay(worker: Worker, name: str, version: Version) -> Version:
         else:
             worker.mailbox.write(block, 0, data)
     relayed = replace(version, blocks=blocks)
-    shelf.put(name, relayed)
+    shelf_of(worker).put(name, relayed)
     return relayed
 
 

@@ -187,7 +187,7 @@ class Subscription:
         if announced is None or announced.version <= self.version or announced.publisher in self._worker.lost:
             return
         try:
-            tensors = self._fetch(announced.publisher)
+            tensors = self._fetch(announced)
         except (PeerLostError, UnknownWorkerError) as e:
             logger.info("%s: the last version of %r stays: %s", self._worker.name, self._name, e)
             return
@@ -214,15 +214,18 @@ class Subscription:
         for wake in wakers:
             wake()
 
-    def _fetch(self, publisher: int) -> PublishedTensors | None:
-        worker, name, failed = self._worker, self._name, -1
+    def _fetch(self, announced: Announcement) -> PublishedTensors | None:
+        worker, name, publisher, failed = self._worker, self._name, announced.publisher, -1
         while True:
             held = self._shelf.newest(name)
-            known = () if held is None else tuple(held.blocks)
-            reply = self._ask(publisher, fetch_version, (name, self._narrow, failed, known))
+            known = {} if held is None or held.publisher == worker.id else held.blocks
+            if known and held is not None and held.number >= announced.version:  # for another subscription
+                reply = self._ask(worker.id, relayed_version, (name, held.number, 0.0))
+                break
+            reply = self._ask(publisher, fetch_version, (name, self._narrow, failed, tuple(known)))
             if not isinstance(reply, Redirection):
                 if reply is not None and not (reply.narrowed or worker.mailbox.is_local(publisher)):
-                    version = relay(worker, name, reply)  # others of this host wait for it
+                    version = relay(worker, name, reply, known)  # others of this host wait for it
                     reply = self._ask(worker.id, relayed_version, (name, version.number, 0.0))
                 break
             try:
