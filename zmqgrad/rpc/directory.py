@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_ABSENT = b"\0"
+"""No value of a key."""
+
 
 class Directory:
     """The announcements of one group, as ``worker`` reads and writes them. Thread-safe.
@@ -62,8 +65,8 @@ class Directory:
 
     def read(self, key: str) -> bytes:
         """The value of ``key``; empty if it does not exist. Does not wait for it."""
-        store = self.shared()
-        return store.get(key) if store.check([key]) else b""
+        found = self.shared().compare_set(key, _ABSENT, _ABSENT)  # one query, which never waits
+        return b"" if found == _ABSENT else found
 
     def list(self, prefix: str) -> Sequence[tuple[str, bytes]]:
         """The keys below ``prefix``, without it, and their values."""
