@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,6 +24,9 @@ from zmqgrad.errors import (
     RpcTimeoutError,
 )
 from zmqgrad.testing import Cluster, cluster
+from zmqgrad.trace import Job, record
+from zmqgrad.trace.events import Published
+from zmqgrad.trace.timeline import Timeline
 
 
 @pytest.fixture
@@ -272,3 +276,18 @@ def test_a_closed_subscription_is_dropped(trio: Cluster) -> None:
         subscription.wait()
     assert subscription.version == 1
     eventually(lambda: trio.workers[0].is_idle())
+
+
+def test_a_trace_shows_what_is_published_and_fetched(tmp_path: Path) -> None:
+    with record(tmp_path), cluster(2) as c:
+        rpc.publish("policy", state(1.0))
+        rpc.publish("policy", state(2.0), changed=["b"])
+        with c.acting(1):
+            rpc.subscribe("policy").close()
+    job = Job(tmp_path)
+    published = [each.event for each in job.events() if isinstance(each.event, Published)]
+    assert [(e.name, e.version, e.bytes) for e in published] == [("policy", 1, 200_128), ("policy", 2, 128)]
+    assert all(e.nanoseconds > 0 for e in published)
+    names = {str(event.get("name")) for event in Timeline(job).events()}
+    assert "publish policy" in names
+    assert any("fetch_version" in name for name in names), names

@@ -11,9 +11,11 @@ Readers of another host get a version from the first of them that has asked: the
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,7 +34,7 @@ from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.serialization.pickler import OutOfBand
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import blocking_section
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.wire.tensors.blobs import ALIGNMENT_BYTES, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
 from zmqgrad.wire.tensors.memory import materialized
@@ -71,10 +73,21 @@ class Version:
     relays: dict[str, int] = field(default_factory=dict)
     """The worker that passes it on, by host."""
 
-    def to_send(self, known: Collection[int] = ()) -> Version:
-        """What a reader gets: each block is one frame, which is leased if the reader is on this host."""
-        blocks = {number: OutOfBand(b) for number, b in self.blocks.items() if number not in known}
-        return replace(self, blocks=blocks, relays={})
+    @cached_property
+    def _encoded_places(self) -> bytes:
+        return msgspec.msgpack.encode(self.places)
+
+    def __reduce__(self) -> Any:
+        """Each block is one frame, which is leased if the reader is on this host."""
+        blocks = {number: OutOfBand(block) for number, block in self.blocks.items()}
+        return _received, (self.number, self.publisher, self._encoded_places, blocks, self.narrowed)
+
+
+_decode_places = msgspec.msgpack.Decoder(dict[str, Place]).decode
+
+
+def _received(number: int, publisher: int, places: bytes, blocks: dict[int, Any], narrowed: bool) -> Version:
+    return Version(number, publisher, _decode_places(places), blocks, narrowed)
 
 
 class Redirection(NamedTuple):
@@ -219,7 +232,7 @@ def publish(
     worker = current_worker()
     if not isinstance(name, str) or not name:
         raise ArgumentTypeError(f"publish: a name is a string of at least one character, not {name!r}")
-    checked = _checked(tensors)
+    began, checked = monotonic_ns(), _checked(tensors)
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     shelf = shelf_of(worker)
     with shelf.publishing:
@@ -228,10 +241,11 @@ def publish(
         before = before if before is not None and before.publisher == worker.id else None
         kept = {} if changed is None else _unchanged(checked, set(changed), before)
         places, blocks = dict(kept), {}
-        fresh = {key: t for key, t in checked.items() if key not in kept}
+        size, fresh = 0, {key: t for key, t in checked.items() if key not in kept}
         if fresh:
             plan = _Plan(fresh, worker.ids.next())
-            block = allocate(worker, shelf, plan.size, deadline)
+            size = plan.size
+            block = allocate(worker, shelf, size, deadline)
             plan.fill(block, worker.mailbox.write if hasattr(block, "lease") else None)
             blocks[next(iter(plan.places.values())).block] = block
             places.update(plan.places)
@@ -244,6 +258,8 @@ def publish(
         if worker.directory.shared().compare_set(PREFIX + name, raw, announced) != announced:
             shelf.drop(name)
             raise DuplicateNameError(f"another worker has begun to publish {name!r}")
+    if worker.tracer is not None:
+        worker.tracer.published(began, name, number, size)
     return number
 
 
@@ -363,7 +379,7 @@ def allocate(worker: Worker, shelf: Shelf, size: int, deadline: Deadline) -> Any
 def tensor_at(block: Any, place: Place) -> torch.Tensor:
     """The tensor at ``place`` of ``block``."""
     dtype, shape = DTYPES[place.dtype], place.shape
-    count = torch.Size(shape).numel()
+    count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(block, dtype=dtype, count=count, offset=place.offset).view(shape)
@@ -393,17 +409,18 @@ def fetch_version(
         return None
     reader = request.source
     if reader == worker.id or worker.mailbox.is_local(reader):
-        return version.to_send()
+        return version
     if narrow is not None:
-        return _narrowed(version, narrow).to_send()
+        return _narrowed(version, narrow)
     relay = shelf.relay_for(version, reader, failed)
-    return version.to_send(known) if relay == reader else Redirection(version.number, relay)
+    if relay != reader:
+        return Redirection(version.number, relay)
+    return replace(version, blocks={n: block for n, block in version.blocks.items() if n not in known})
 
 
 def relayed_version(name: str, number: int, seconds: float) -> Version | None:
     """Runs on a relay: version ``number`` or a later one, once it is here; None if it does not come."""
-    version = shelf_of(current_worker()).wait_for(name, number, seconds)
-    return None if version is None else version.to_send()
+    return shelf_of(current_worker()).wait_for(name, number, seconds)
 
 
 def relay(worker: Worker, name: str, version: Version, known: Mapping[int, Any]) -> Version:

@@ -48,6 +48,7 @@ class Tag(enum.IntEnum):
     USAGE = 26
     PEER_LOST = 27
     STEP_TAKEN = 28
+    PUBLISHED = 29
 
 
 class Role(enum.IntEnum):
@@ -274,6 +275,20 @@ class StepTaken(_OfContext, frozen=True, tag=28):
     applied: bool
 
 
+class Published(Event, frozen=True, tag=29):
+    """``actor`` published a version of ``name``: it copied ``bytes``.
+
+    It began at ``time`` and took ``nanoseconds``.
+    """
+
+    thread: int
+    actor: int
+    nanoseconds: int
+    name: str
+    version: int
+    bytes: int
+
+
 class RendezvousStep(Event, frozen=True, tag=18):
     """A node of an elastic rendezvous applied ``action`` to the state, in round ``round``."""
 
@@ -381,6 +396,7 @@ AnyEvent = (
     | Usage
     | PeerLost
     | StepTaken
+    | Published
 )
 """All events that the reader of a log yields."""
 

@@ -24,6 +24,7 @@ from zmqgrad.trace.events import (
     PassFinished,
     PassStarted,
     Path,
+    Published,
     RendezvousStep,
     Role,
     WaitBegun,
@@ -245,6 +246,10 @@ class _Threads:
                 yield from self._end("backward", event.pass_id, time, actor, event.thread, event.failed)
             elif isinstance(event, GroupExecuted):
                 yield self._group(time, actor, event)
+            elif isinstance(event, Published):
+                args = {"version": event.version, "bytes": event.bytes}
+                end, name = time + event.nanoseconds, f"publish {event.name}"
+                yield self._timeline.slice("publish", name, actor, event.thread, time, end, args)
             elif isinstance(event, RendezvousStep):
                 yield self._timeline.at(
                     "i",
@@ -288,7 +293,7 @@ class _Threads:
 
 
 _MESSAGES = (MessageSent, MessageReceived)
-_OF_THREADS = (WaitBegun, WaitEnded, PassStarted, PassFinished, GroupExecuted, RendezvousStep)
+_OF_THREADS = (WaitBegun, WaitEnded, PassStarted, PassFinished, GroupExecuted, Published, RendezvousStep)
 _REPLIED_TO = PROGRAM_CALLS | {MessageType.DISCOVER_AUTOGRAD_REQ}
 
 

@@ -187,6 +187,10 @@ class Tracer:
     def step_taken(self, context: int, staleness: int, applied: bool) -> None:
         self._add(Tag.STEP_TAKEN, context, staleness, applied)
 
+    def published(self, began: int, name: str, version: int, size: int) -> None:
+        thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
+        self._append((Tag.PUBLISHED, began, thread, self._actor, took, name, version, size))
+
     def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
         self._add(Tag.RENDEZVOUS, round_number, action, participants, waiting)
 

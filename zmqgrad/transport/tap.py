@@ -134,6 +134,9 @@ class Tracer(Protocol):
     def step_taken(self, context: int, staleness: int, applied: bool) -> None:
         """An optimizer has stepped shared parameters here, or not, as the gradients were too old."""
 
+    def published(self, began: int, name: str, version: int, size: int) -> None:
+        """A version of ``name`` was published: it took from ``began`` until now, and ``size`` bytes."""
+
     def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
         """A node of a rendezvous applied an action to the shared state."""
 
