@@ -431,11 +431,14 @@ def relay(worker: Worker, name: str, version: Version, known: Mapping[int, Any])
             blocks[number] = known[number]
             continue
         data = memoryview(version.blocks[number])
-        blocks[number] = block = worker.mailbox.allocate(len(data), Deadline.after(0.0))
-        if isinstance(block, str):  # no shared memory: readers get copies
-            blocks[number] = version.blocks[number]
-        else:
-            worker.mailbox.write(block, 0, data)
+        block = worker.mailbox.allocated(data)
+        if block is None:  # it was small, or there was no room
+            block = worker.mailbox.allocate(len(data), Deadline.after(0.0))
+            if isinstance(block, str):  # readers get copies
+                block = version.blocks[number]
+            else:
+                worker.mailbox.write(block, 0, data)
+        blocks[number] = block
     relayed = replace(version, blocks=blocks)
     shelf_of(worker).put(name, relayed)
     return relayed

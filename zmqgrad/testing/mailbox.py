@@ -264,6 +264,9 @@ class MemoryMailbox:
         """Return why there is no shared memory: frames are copied."""
         return "off"
 
+    def allocated(self, frame: Frame) -> None:
+        """Return None: see :meth:`allocate`."""
+
     def write(self, array: Any, offset: int, data: Frame) -> None:
         """Never called: see :meth:`allocate`."""
         raise NotImplementedError

@@ -234,6 +234,12 @@ class Mailbox(Protocol):
             A writable ctypes array, which must not change any more once it was sent; or why there is none.
         """
 
+    def allocated(self, frame: Frame) -> Any:
+        """Returns the array of :meth:`allocate` that has just the bytes of ``frame``; None: they have none.
+
+        That is so of a received frame that its sender has in such memory, if there was room for it.
+        """
+
     def write(self, array: Any, offset: int, data: Frame) -> None:
         """Copies ``data`` to ``offset`` of such an array."""
 

@@ -16,15 +16,16 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from zmqgrad.errors import ProtocolError
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.base import Buffer
-from zmqgrad.transport.shared_memory.packing import PreparedFrames
+from zmqgrad.transport.shared_memory.packing import PreparedFrames, array_beneath
 from zmqgrad.transport.sockets import FRAME_BYTES
 from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, LargeMessage, Manifest
 
@@ -80,9 +81,10 @@ def split(prepared: PreparedFrames, size_limit: int = CHUNK_BYTES) -> tuple[Prep
 
 
 def _chunks(stream: int, frame: Buffer, size_limit: int) -> list[Part]:
-    view, size = memoryview(frame), len(frame)
+    view, size, shared = memoryview(frame), len(frame), array_beneath(frame) is not None
     return [
-        (Chunk(stream, start, size), view[start : start + size_limit]) for start in range(0, size, size_limit)
+        (Chunk(stream, start, size, shared=shared), view[start : start + size_limit])
+        for start in range(0, size, size_limit)
     ]
 
 
@@ -126,10 +128,14 @@ class Reassembler:
     """The incomplete frames of all peers.
 
     One thread at a time adds to a stream; another may complete it afterwards. :meth:`forget` is for any.
+
+    Args:
+        allocate: as :meth:`SharedMemoryTransport.allocate`, for frames that the receiver may pass on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int, Deadline], Any] = lambda size, deadline: "off") -> None:
         self.buffers = BufferPool()
+        self._allocate = allocate
         self._streams: dict[tuple[int, int], _PartialFrame] = {}  # by peer and stream id
 
     def add(self, peer: int, chunk: Chunk, frames: Sequence[Buffer]) -> None:
@@ -158,7 +164,10 @@ class Reassembler:
                     raise ProtocolError(f"more than {MAX_STREAMS} incomplete frames of worker {peer}")
                 if chunk.offset:
                     raise ProtocolError(f"the beginning of a frame of worker {peer} is missing")
-                stream = self._streams[key] = _PartialFrame(self.buffers.take(chunk.total), chunk.total)
+                array = self._allocate(chunk.total, Deadline.after(0.0)) if chunk.shared else ""
+                if isinstance(array, str):  # it is not to be shared, or there is no room
+                    array = self.buffers.take(chunk.total)
+                stream = self._streams[key] = _PartialFrame(array, chunk.total)
             return stream.reserve(chunk, size)
         except (ProtocolError, OSError, OverflowError, ValueError) as e:  # no memory, or an invalid size
             self._streams.pop(key, None)

@@ -16,8 +16,9 @@ from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
+from zmqgrad.transport.shared_memory.packing import array_beneath
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
-from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport, never_changes
+from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import LazyFrame
 from zmqgrad.wire.messages import RESPONSE, Chunk, CreditWanted, LargeMessage, Manifest, Message, MessageType
@@ -50,7 +51,7 @@ class DataPlane:
         self._receive_window = ReceiveWindow(inflight, notify)
         self.consumed = self._receive_window.totals
         """As :attr:`ReceiveWindow.totals`."""
-        self.reassembler = Reassembler()
+        self.reassembler = Reassembler(self.shared_memory.allocate)
         self.prepare, self.rollback = self.shared_memory.prepare, self.shared_memory.rollback
         self.on_offer = self.shared_memory.on_offer
 
@@ -64,7 +65,7 @@ class DataPlane:
     def copies(self, frames: Sequence[Frame]) -> list[Frame]:
         """Returns copies of ``frames`` that later changes of the tensors do not affect."""
         copy = self.reassembler.buffers.copy
-        return [f if isinstance(f, (bytes, LazyFrame)) or never_changes(f) else copy(f) for f in frames]
+        return [f if isinstance(f, (bytes, LazyFrame)) or array_beneath(f) else copy(f) for f in frames]
 
     # ---- receiving -----------------------------------------------------------------------------------------
 

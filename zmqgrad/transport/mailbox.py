@@ -54,6 +54,7 @@ from zmqgrad.transport.sealed.transport import SEALED_TYPES, SealedTransport
 from zmqgrad.transport.security import Keys, ZapAuthenticator, local_key, secure_server
 from zmqgrad.transport.sending import Sender
 from zmqgrad.transport.sessions import Sessions
+from zmqgrad.transport.shared_memory.packing import array_beneath, shared_lease
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
 from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY, OnHeartbeat, Tap
 from zmqgrad.wire.codec import encode
@@ -551,6 +552,9 @@ class ZmqMailbox(Mailbox):
 
     def allocate(self, size: int, deadline: Deadline) -> Any:
         return self._plane.shared_memory.allocate(size, deadline)
+
+    def allocated(self, frame: Frame) -> Any:
+        return None if shared_lease(frame) is None else array_beneath(frame)
 
     def write(self, array: Any, offset: int, data: Frame) -> None:
         self._plane.shared_memory.write(array, offset, data)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.shared_memory.arena import Lease
 from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
 from zmqgrad.transport.shared_memory.segment import Segment
 from zmqgrad.wire.lazy_frame import Frame, materialize
@@ -69,3 +70,16 @@ def pack_for_socket(
             joined[part.buffer] = bytearray(buffers[part.buffer])
         joined[part.buffer][part.offset : part.offset + part.size] = materialize(frame)
     return PreparedFrames(Manifest(tuple(FrameBuffer(size=s) for s in buffers), slices, released), joined)
+
+
+def array_beneath(frame: object) -> Any:
+    """The array of :meth:`SharedMemoryTransport.allocate` that ``frame`` is a view of; None if of none."""
+    while isinstance(frame, memoryview):  # of a pickled buffer, a view of a view
+        frame = frame.obj
+    return frame if hasattr(frame, "lease") else None
+
+
+def shared_lease(frame: Frame) -> Lease | None:
+    """The lease of ``frame`` if it is a view of the whole of such an array."""
+    array = array_beneath(frame)
+    return array.lease if array is not None and array.lease.size == len(frame) else None

@@ -25,7 +25,7 @@ from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.arena import OWN, Arena, Lease
 from zmqgrad.transport.shared_memory.copier import Copier
 from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
-from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan
+from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan, shared_lease
 from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.codec import encode
@@ -42,25 +42,6 @@ RECLAIM_SECONDS = 0.5
 
 TRIM_SECONDS = 30.0
 """Free memory of an arena that was not used for once to twice this time returns to the system."""
-
-
-def shared_lease(frame: Frame) -> Lease | None:
-    """The lease of ``frame`` if it is a view of a whole array of :meth:`SharedMemoryTransport.allocate`."""
-    lease = _lease_beneath(frame)
-    return lease if lease is not None and lease.size == len(frame) else None
-
-
-def _lease_beneath(frame: Frame) -> Lease | None:
-    beneath: Any = frame
-    while beneath.__class__ is memoryview:  # of a pickled buffer, a view of a view
-        beneath = beneath.obj
-    lease: Lease | None = getattr(beneath, "lease", None)
-    return lease
-
-
-def never_changes(frame: Frame) -> bool:
-    """Whether ``frame`` is in memory of :meth:`SharedMemoryTransport.allocate`."""
-    return _lease_beneath(frame) is not None
 
 
 class SharedMemoryTransport:

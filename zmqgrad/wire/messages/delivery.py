@@ -122,7 +122,8 @@ class Chunk(Message, frozen=True):
     """Worker to a peer: the part at ``offset`` of a frame of ``total`` bytes, ahead of its message.
 
     The manifest of the message refers to the frame by ``stream``. Chunks arrive in order. The part is the
-    frame of this message, or ``data`` within a host.
+    frame of this message, or ``data`` within a host. A frame that is ``shared`` goes to shared memory of the
+    receiver if possible, which will pass it on.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CHUNK
@@ -130,6 +131,7 @@ class Chunk(Message, frozen=True):
     offset: Size
     total: Size
     data: bytes = b""
+    shared: bool = False
 
 
 class Ack(Message, frozen=True):
