@@ -134,7 +134,6 @@ def test_gradients_for_a_worker_that_is_being_shut_down_say_so() -> None:
     with cluster(2) as c2, context() as ctx:
         loss = rpc.rpc_sync(1, double, (leaf(3),)).sum()
         with c2.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, target=1) as held:
-
             raised = threading.Event()
 
             def deliver() -> None:

@@ -33,7 +33,7 @@ REMEDIES = {
         "job uses this address, choose another port."
     ),
     "RendezvousClosedError": "The job has ended, or was shut down: start it again with another id.",
-    "RendezvousGracefulExitError": "Nothing: the job has ended, and this node was a spare that it did not need.",
+    "RendezvousGracefulExitError": "Nothing: the job has ended and did not need this node, a spare.",
     "RendezvousStateError": "Use the same release on all nodes, and an id that no other program uses.",
     "RendezvousConnectionError": (
         "Check that the store or etcd is running, and that its address can be reached from this host."
