@@ -252,7 +252,9 @@ def publish(
             shelf.note_lease(name, number, block)
         if before is not None:
             blocks.update({p.block: before.blocks[p.block] for p in kept.values()})
-        version = Version(number, worker.id, {key: places[key] for key in checked}, blocks)
+        # The relays stay: they have the blocks that did not change.
+        relays = {} if before is None else dict(before.relays)
+        version = Version(number, worker.id, {key: places[key] for key in checked}, blocks, relays=relays)
         shelf.put(name, version)  # first: who reads the announcement asks for it
         announced = msgspec.json.encode(Announcement(number, worker.id))
         if worker.directory.shared().compare_set(PREFIX + name, raw, announced) != announced:
