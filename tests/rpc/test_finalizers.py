@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.waiting import eventually
 from tests.support.workers import WAIT, two_workers
@@ -113,3 +114,86 @@ def test_a_finalizer_in_a_thread_of_the_program_may_wait(pair: list[Worker]) -> 
     Remote(pair[0], CALLS["sync"])
     gc.collect()
     assert outcomes[-1] == [threading.current_thread().name, "released"]
+
+
+class Released:
+    """Its finalizer calls worker 1 with a tensor in shared memory, like :class:`Remote`."""
+
+    made = 0
+    calls: list[Any] = []
+
+    def __init__(self, worker: Worker) -> None:
+        Released.made += 1
+        self.cycle, self.worker = self, worker
+
+    def __del__(self) -> None:
+        token = set_current_worker(self.worker)
+        try:
+            self.calls.append(rpc.rpc_async(1, len, args=(LARGE,), timeout=WAIT))
+        finally:
+            reset_current_worker(token)
+
+
+LARGE = torch.ones(30_000)
+
+
+def test_a_finalizer_may_call_whatever_the_collector_interrupts(pair: list[Worker]) -> None:
+    thresholds = gc.get_threshold()
+    gc.collect()
+    Released.made = 0
+    try:
+        gc.set_threshold(1)  # so it runs wherever anything is made, also where one of our locks is held
+        for _ in range(100):
+            Released(pair[0])
+            assert rpc.rpc_sync(1, len, args=(LARGE,), timeout=WAIT) == len(LARGE)
+            Released(pair[0])
+            assert rpc.remote(1, len, args=(LARGE,), timeout=WAIT).to_here(WAIT) == len(LARGE)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.collect()
+    assert len(Released.calls) == Released.made
+    while Released.calls:
+        assert Released.calls.pop().wait() == len(LARGE)
+
+
+class Litter:
+    """Leaves garbage while it is pickled, which the collector finds while the library is at work."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def __reduce__(self) -> Any:
+        Waits(self.worker)
+        return str, ("litter",)
+
+
+class Waits(Released):
+    """Its finalizer waits, or makes references, which needs locks."""
+
+    errors: list[str] = []
+
+    def __del__(self) -> None:
+        token = set_current_worker(self.worker)
+        try:
+            for call in (lambda: rpc.RRef(1), lambda: rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT)):
+                try:
+                    call()
+                except RpcError as e:
+                    self.errors.append(str(e))
+        finally:
+            reset_current_worker(token)
+
+
+def test_a_finalizer_that_waits_where_the_library_is_interrupted_gets_an_error(pair: list[Worker]) -> None:
+    thresholds = gc.get_threshold()
+    gc.collect()
+    try:
+        gc.set_threshold(1)
+        for _ in range(100):
+            assert rpc.rpc_sync(1, len, args=(Litter(pair[0]),), timeout=WAIT) == len("litter")
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.collect()
+    assert Waits.errors
+    for error in Waits.errors:
+        assert "in a finalizer" in error or "was sent, but its result cannot be waited for" in error

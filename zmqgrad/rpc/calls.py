@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.reply_port import ReplyPort
+from zmqgrad.runtime.collector import interrupts_library
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import MessageType
@@ -59,6 +60,21 @@ def refused_wait(description: Description) -> RpcError:
     )
     logger.warning("%s", error)
     return error
+
+
+def refuse_in_library(description: Description) -> None:
+    """Refuse what a finalizer must not do while the library that it interrupts may hold a lock.
+
+    Raises:
+        RpcError: if such a finalizer calls this.
+    """
+    if interrupts_library():
+        error = RpcError(
+            f"{describe(description)} cannot be used in a finalizer (__del__) for which the collector "
+            f"interrupts the work of this library, which may hold a lock: use rpc_async"
+        )
+        logger.warning("%s", error)  # as above
+        raise error
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,14 @@ from zmqgrad.errors import (
     TransportError,
     UnknownPeerError,
 )
-from zmqgrad.rpc.calls import Description, PendingCall, PendingCalls, describe, refused_wait
+from zmqgrad.rpc.calls import (
+    Description,
+    PendingCall,
+    PendingCalls,
+    describe,
+    refuse_in_library,
+    refused_wait,
+)
 from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.in_flight import time_left
 from zmqgrad.rpc.membership.membership import WorkerRecord
@@ -36,8 +44,10 @@ from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.wait_reports import WaitReporter, locate
 from zmqgrad.runtime.blocking import may_wait_for_others
+from zmqgrad.runtime.collector import interrupts_library
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.service_thread import Alarm
+from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport import tap
 from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.wire.messages import Call, Cancel, ExceptionReply, Message, MessageType, RemoteCall
@@ -112,8 +122,13 @@ class Client:
         timeout: Any = UNSET_RPC_TIMEOUT,
         waits: bool = False,
     ) -> PendingCall:
-        """Send a call of ``function(*args, **kwargs)`` to worker ``to``; see :meth:`request`."""
+        """Send a call of ``function(*args, **kwargs)`` to worker ``to``; see :meth:`request`.
+
+        A finalizer that interrupts this library leaves that to another thread.
+        """
         seconds = self.resolve_timeout(timeout)
+        if interrupts_library():
+            return self._call_later(function, partial(self.call, to, function, args, kwargs), seconds)
         peer = self._membership.find_here(to)
         if peer is None:
             peer, seconds = self.find_peer(to, seconds)
@@ -133,6 +148,50 @@ class Client:
         if tracer is None or (reference and not tracer.records_arguments):
             return None
         return partial(tracer.request_described, function=describe(function), args=args, kwargs=kwargs)
+
+    def _call_later(
+        self, function: Callable[..., Any], send: Callable[[float], PendingCall], seconds: float
+    ) -> PendingCall:
+        """Let an engine thread ``send`` a call. Safe in finalizers, wherever they run."""
+        deadline = self._clock.now() + seconds if seconds else math.inf
+        call = PendingCall(
+            self._next_id(), -1, deadline, seconds, function, None, 0, Promise(), self._ports.at_receiver
+        )
+        self.pending.add(call)
+        if self._worker.closed:  # it may have ended all pending calls before
+            self._end(call, self._worker.closed_error())
+        task = partial(copy_context().run, self._send_later, call, send)
+        self._worker.timer.call_soon(partial(self._submit_later, call, task))
+        self._alarm.set(deadline)
+        return call
+
+    def _submit_later(self, call: PendingCall, task: Task) -> None:
+        try:
+            self._worker.submit(task)
+        except ClosedError:
+            self._end(call, self._worker.closed_error())
+
+    def _send_later(self, call: PendingCall, send: Callable[[float], PendingCall]) -> None:
+        try:
+            sent = send(call.timeout)
+        except Exception as e:
+            self._end(call, e)
+            return
+
+        def on_done(reply: Promise[Inbound]) -> None:
+            error = reply.exception()
+            if error is not None:
+                self._end(call, error)
+            elif self.pending.take(call.message_id) is not None:
+                call.promise.set_result(reply.result())
+            else:
+                self._references.release_unread(reply.result())
+
+        sent.promise.add_done_callback(on_done)
+
+    def _end(self, call: PendingCall, error: BaseException) -> None:
+        if self.pending.take(call.message_id) is not None:
+            call.promise.set_exception(error)
 
     def find_peer(self, to: object, seconds: float) -> tuple[WorkerRecord, float]:
         """Look up worker ``to`` in the group's directory.
@@ -206,8 +265,10 @@ class Client:
             NotInitializedError: if the worker is closed.
             PeerLostError: if the peer is lost.
             RpcTimeoutError: if too many bytes are in flight to the peer for ``seconds``.
+            RpcError: if a finalizer that interrupts this library calls this.
             TransportError: if the message cannot be sent.
         """
+        refuse_in_library(description)
         if self._worker.closed:
             raise self._worker.closed_error()
         if peer in self._lost:

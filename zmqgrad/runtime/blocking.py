@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from zmqgrad.runtime.collector import interrupts_library
+
 
 class ManagedPool(Protocol):
     """A thread pool that is notified when one of its threads blocks."""
@@ -54,8 +56,10 @@ def may_wait_for_others() -> bool:
     """Whether the calling thread may wait for another worker.
 
     Not if other waits end only through this thread. The library's own code does not wait there, but a
-    finalizer of the program (``__del__``) may run in any thread.
+    finalizer of the program (``__del__``) may run in any thread, also while that holds a lock.
     """
+    if interrupts_library():
+        return False
     state = thread_state
     return not state.all_depend_on_it and (state.pool is None or not state.pool.reads_here())
 

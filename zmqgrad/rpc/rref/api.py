@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from zmqgrad.errors import NotInitializedError, RpcTimeoutError, RRefError
+from zmqgrad.rpc.calls import refuse_in_library
 from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
@@ -61,6 +62,7 @@ class RRef(SerializedByReference, Generic[T]):
                 "Current RPC agent is not set! Did you initialize the RPC framework "
                 "(e.g. by calling `rpc.init_rpc`)? Call init_rpc first."
             )
+        refuse_in_library("RRef")
         self._worker: Worker = worker
         self.handle: Handle = self._worker.references.own(value)
         self.handle.type_name = _type_name(type_hint if type_hint is not None else type(value))
@@ -317,6 +319,7 @@ def call_remote(
     Raises:
         UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be sent.
     """
+    refuse_in_library("remote")
     seconds = worker.resolve_timeout(timeout)
     peer = worker.membership.find_here(to)
     if peer is None:
