@@ -19,7 +19,7 @@ import pytest
 from tests.support.waiting import eventually
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress, PeerEnd
+from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress, PeerEnd, ReplyChannel
 from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Hello, MessageType, RRefAck, StoreListKeys, StoreSet
@@ -45,6 +45,12 @@ class Kind(Protocol):
     def close(self) -> None:
         """Close what :meth:`send_raw` opened."""
         ...
+
+
+def acquire(mailbox: Mailbox, peer: int) -> ReplyChannel | None:
+    """A reply channel of ``mailbox``, if one is free."""
+    held: list[ReplyChannel] = []
+    return held[0] if mailbox.acquire_channel(peer, held) else None
 
 
 class Box:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import eventually
-from tests.transport.contract import Box, Office, office_of
+from tests.transport.contract import Box, Office, acquire, office_of
 from tests.transport.test_contract import OverArena, OverZmq
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
@@ -297,9 +297,9 @@ def replied(a: Box, b: Box) -> int:
     """The number of a reply channel of ``a``, for which ``b`` can use it."""
     a.mailbox.send(1, Hello("x"), 1)
     b.take()
-    channel = a.mailbox.acquire_channel(1)
+    channel = acquire(a.mailbox, 1)
     assert channel is not None
-    channel.release()
+    channel.release([channel])
     return channel.number
 
 
@@ -318,7 +318,7 @@ def test_a_reply_reaches_the_receiver_if_there_is_no_descriptor_for_its_channel(
         patched.setattr(local, "connect", refuse)
         b.mailbox.send(0, ExceptionReply("w1", "kind", "x" * 4000, ""), 3, (), number)
     assert a.take()[0].envelope.message_id == 3
-    channel = a.mailbox.acquire_channel(1)
+    channel = acquire(a.mailbox, 1)
     assert channel is not None
     assert channel.number == number
 
@@ -327,7 +327,7 @@ def test_a_reply_reaches_the_receiver_if_there_is_no_descriptor_for_its_channel(
         return channel.receive(0.1) is not None
 
     eventually(goes_by_the_channel)
-    channel.release()
+    channel.release([channel])
 
 
 @pytest.mark.parametrize("size", [2000, 20_000])
@@ -402,7 +402,7 @@ def opened_channel(a: Box, b: Box) -> ReplyChannel:
     """A reply channel of ``a`` by which ``b`` has replied."""
     a.mailbox.send(1, Hello("x"), 1)
     b.take()
-    channel = a.mailbox.acquire_channel(1)
+    channel = acquire(a.mailbox, 1)
     assert channel is not None
     sent = 0
 
@@ -448,7 +448,7 @@ def test_an_end_that_begins_while_the_owner_is_just_woken_is_delivered(
     assert results.get(timeout=20) is None
     assert a.ends.get(timeout=20).peer == 1
     owner.join()
-    channel.release()
+    channel.release([channel])
 
 
 def test_an_owner_that_waits_reads_again_once_there_are_descriptors(
@@ -487,7 +487,7 @@ def test_an_owner_that_waits_reads_again_once_there_are_descriptors(
     assert inbound is not None
     assert inbound.envelope.message_id == 2
     owner.join()
-    channel.release()
+    channel.release([channel])
 
 
 def test_a_channel_is_abandoned_without_descriptors(office: Office) -> None:
@@ -501,7 +501,7 @@ def test_a_channel_is_abandoned_without_descriptors(office: Office) -> None:
 
     connection.receive = refuse
     channel._listener.read(connection.fd)
-    channel.abandon(a.arrived.put)
+    channel.abandon([channel], a.arrived.put)
     assert connection.fd == -1
 
 
@@ -587,7 +587,7 @@ def test_a_forgotten_port_is_released_whatever_its_thread_does(office: Office) -
 
     def finalize() -> None:
         with a.mailbox._channels._lock:  # type: ignore[attr-defined]
-            channel.release()
+            channel.release([channel])
         done.set()
 
     threading.Thread(target=finalize, daemon=True).start()

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from tests.support.interpreter import run_python
-from tests.transport.contract import Office
+from tests.transport.contract import Office, acquire
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
@@ -48,10 +48,10 @@ class Known:
         self.addresses = addresses
         self.near.send(1, Hello("x"), 1)
         assert self.arrived.get(timeout=20).message == Hello("x")
-        channel = self.near.acquire_channel(1)
+        channel = acquire(self.near, 1)
         if channel is None:
             return "tcp"
-        channel.release()
+        channel.release([channel])
         return "ipc"
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import eventually
-from tests.transport.contract import office_of
+from tests.transport.contract import acquire, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc import RpcBackendOptions
@@ -180,12 +180,12 @@ def test_a_worker_spins_for_the_configured_time(monkeypatch: pytest.MonkeyPatch)
             a, b = office.pair()
             a.mailbox.send(1, Hello("x"), 1)
             b.take()
-            channel = a.mailbox.acquire_channel(1)
+            channel = acquire(a.mailbox, 1)
             assert channel is not None
             began, used = time.perf_counter(), time.thread_time()
             assert channel.receive(0.0) is None
             taken = time.perf_counter() - began, time.thread_time() - used
-            channel.release()
+            channel.release([channel])
             return taken
 
     # Another thread that begins to spin or to work ends a spin early.

@@ -45,16 +45,17 @@ class ReplyPort:
     ``number`` goes into the envelope of the request; 0 is the receiver.
     """
 
-    __slots__ = ("_channel", "_clock", "number")
+    __slots__ = ("_clock", "held", "number")
 
-    def __init__(self, channel: ReplyChannel | None, clock: Clock) -> None:
-        self._channel = channel
+    def __init__(self, clock: Clock) -> None:
+        self.held: list[ReplyChannel] = []
+        """The channel of this port, if it has one."""
         self._clock = clock
-        self.number = 0 if channel is None else channel.number
+        self.number = 0
 
     def promise(self) -> Promise[Any]:
         """A new promise that :meth:`receive` can wait for, in the calling thread."""
-        return Promise() if self._channel is None else _WakingPromise(self._channel)
+        return _WakingPromise(self.held[0]) if self.held else Promise()
 
     def receive(self, promise: Promise[Any], deadline: float) -> Inbound | None:
         """Wait until a message arrives at this port, ``promise`` is set, or ``deadline`` passes.
@@ -66,10 +67,11 @@ class ReplyPort:
         Returns:
             The message, which the caller must handle; None if ``promise`` is set or the deadline has passed.
         """
-        channel, now = self._channel, self._clock.now
-        if channel is None:
+        now = self._clock.now
+        if not self.held:
             promise.wait_done(None if deadline == math.inf else max(0.0, deadline - now()))
             return None
+        channel = self.held[0]
         with blocking_section():
             while not promise.done():
                 left = None if deadline == math.inf else max(0.0, deadline - now())
@@ -83,26 +85,24 @@ class ReplyPort:
 
     def settle(self) -> None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
-        if self._channel is not None:
-            self._channel.settle()
+        if self.held:
+            self.held[0].settle()
 
     def release(self) -> None:
         """Gives the port back. Idempotent."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.release()
+        if self.held:
+            self.held[0].release(self.held)
 
     def abandon(self, handle: Callable[[Inbound], None]) -> None:
         """Gives the port back, although a message may still arrive, and lets ``handle`` have those that have.
 
         Idempotent.
         """
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.abandon(handle)
+        if self.held:
+            self.held[0].abandon(self.held, handle)
 
     def __del__(self) -> None:
-        if self._channel is not None:  # an interrupt came before its call was known
+        if self.held:  # an interrupt came before its call was known, or while it was released
             self.release()
 
 
@@ -117,15 +117,18 @@ class ReplyPorts:
     def __init__(self, mailbox: Mailbox, clock: Clock) -> None:
         self._acquire_channel = mailbox.acquire_channel
         self._clock = clock
-        self.at_receiver = ReplyPort(None, clock)
+        self.at_receiver = ReplyPort(clock)
         """The port of all threads that have no reply channel."""
         self.on_unexpected: Callable[[Inbound], None] = _ignore
         """Handles messages that the thread at a port did not wait for. Set by the server."""
 
     def acquire(self, peer: int) -> ReplyPort:
         """A port for replies of ``peer``. The calling thread must release it."""
-        channel = self._acquire_channel(peer)
-        return self.at_receiver if channel is None else ReplyPort(channel, self._clock)
+        port = ReplyPort(self._clock)  # first: it has the channel from the very beginning
+        if not self._acquire_channel(peer, port.held):
+            return self.at_receiver
+        port.number = port.held[0].number
+        return port
 
     def acquire_any(self, peers: Iterable[int]) -> ReplyPort:
         """A port for messages of several peers. The calling thread must release it."""

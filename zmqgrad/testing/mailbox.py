@@ -28,6 +28,7 @@ from zmqgrad.transport.base import (
     OnSuspected,
     PeerAddress,
     PeerEnd,
+    ReplyChannel,
     Resolver,
     text_of_loss,
 )
@@ -90,8 +91,10 @@ class MemoryMailbox:
         self._handler, self._resolve, self._pool, self._on_idle = handler, resolve, pool, on_idle
         self._thread.start()
 
-    def acquire_channel(self, peer: int) -> None:
-        """Return None: there are no reply channels in memory."""
+    def acquire_channel(self, peer: int, held: list[ReplyChannel]) -> bool:
+        """Return False: there are no reply channels in memory."""
+        del peer, held
+        return False
 
     def send(
         self,

@@ -126,15 +126,17 @@ class ReplyChannel(Protocol):
     def wake(self) -> None:
         """Makes :meth:`receive` return. From any thread."""
 
-    def abandon(self, handle: Callable[[Inbound], None]) -> None:
-        """Closes the channel instead of releasing it, as late messages may arrive.
+    def abandon(self, held: list[ReplyChannel], handle: Callable[[Inbound], None]) -> None:
+        """Closes the channel, as :meth:`release`, instead of releasing it, as late messages may arrive.
 
         ``handle`` is called with those that have arrived; others reach the receiver of the mailbox.
         """
 
-    @property
-    def release(self) -> Callable[[], None]:
-        """Returns the channel to its mailbox. Called by the thread that acquired it."""
+    def release(self, held: list[ReplyChannel]) -> None:
+        """Returns the channel, which is in ``held``, to its mailbox, and empties ``held``. Idempotent.
+
+        Called by the thread that acquired it, also after :meth:`abandon` was interrupted.
+        """
 
 
 class Mailbox(Protocol):
@@ -172,8 +174,14 @@ class Mailbox(Protocol):
             on_idle: called before the reading thread blocks or runs a task, so a handler can batch work.
         """
 
-    def acquire_channel(self, peer: int) -> ReplyChannel | None:
-        """Returns a channel by which ``peer`` can reply to the calling thread; None if none is free."""
+    def acquire_channel(self, peer: int, held: list[ReplyChannel]) -> bool:
+        """Puts a channel into ``held`` by which ``peer`` can reply to the calling thread.
+
+        The caller passes ``held`` to the channel when it releases it.
+
+        Returns:
+            Whether a channel was free.
+        """
 
     def send(
         self,

@@ -36,6 +36,7 @@ from zmqgrad.transport.base import (
     OnIdle,
     OnSuspected,
     PeerEnd,
+    ReplyChannel,
     Resolver,
     text_of_loss,
 )
@@ -47,7 +48,7 @@ from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor, hea
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 from zmqgrad.transport.links import Link, Links, set_up_unbounded
 from zmqgrad.transport.local import LocalConnection, LocalListener
-from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
+from zmqgrad.transport.local.channels import ReplyChannels, channel_endpoint
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.sealed.transport import SEALED_TYPES, SealedTransport
@@ -350,9 +351,9 @@ class ZmqMailbox(Mailbox):
         path = INLINE if not frames else FRAMES if socket_bytes else SHARED_MEMORY
         self.tap(False, envelope.source, envelope, message, size, monotonic_ns(), path)
 
-    def acquire_channel(self, peer: int) -> ReplyChannel | None:
+    def acquire_channel(self, peer: int, held: list[ReplyChannel]) -> bool:
         """As ``Mailbox``. Only peers of this host can reach a reply channel."""
-        return self._channels.acquire() if peer in self._links.same_host else None
+        return peer in self._links.same_host and self._channels.acquire(held)
 
     # ---- sending ----------------------------------------------------------------------------------------
 

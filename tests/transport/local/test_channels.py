@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import pytest
 
 from tests.support.waiting import eventually
-from tests.transport.contract import Box, Office, content, office_of
+from tests.transport.contract import Box, Office, acquire, content, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import local
@@ -34,14 +34,14 @@ def office() -> Iterator[Office]:
 def pair(office: Office) -> tuple[Box, Box]:
     """Two boxes; the first has sent to the second before, as channels are for peers that are connected."""
     a, b = office.pair()
-    assert a.mailbox.acquire_channel(1) is None
+    assert acquire(a.mailbox, 1) is None
     a.mailbox.send(1, Hello("x"), 1)
     b.take()
     return a, b
 
 
 def channel_to(box: Box, peer: int = 1) -> ReplyChannel:
-    channel = box.mailbox.acquire_channel(peer)
+    channel = acquire(box.mailbox, peer)
     assert channel is not None
     return channel
 
@@ -91,7 +91,7 @@ def test_a_reply_arrives_at_the_channel_named_in_the_request(office: Office) -> 
         b.mailbox.send(0, REPLY, message_id, (), request.envelope.channel)
         assert received(channel).envelope.message_id == message_id
     assert a.nothing_more()
-    channel.release()
+    channel.release([channel])
 
 
 @pytest.mark.parametrize("frames", [[b"re", b"ply"], [bytes(MAX_PACKET_BYTES)], [bytes(1 << 20)]])
@@ -103,7 +103,7 @@ def test_a_reply_of_several_frames_arrives_at_the_receiver(office: Office, frame
     (reply,) = a.take()
     assert content(reply) == frames
     assert channel.receive(0.001) is None
-    channel.release()
+    channel.release([channel])
 
 
 def test_a_large_reply_of_one_frame_arrives_at_the_receiver(office: Office) -> None:
@@ -114,7 +114,7 @@ def test_a_large_reply_of_one_frame_arrives_at_the_receiver(office: Office) -> N
     b.mailbox.send(0, message, 3, (), channel.number)
     (reply,) = a.take()
     assert reply.message == message
-    channel.release()
+    channel.release([channel])
 
 
 def test_requests_never_travel_by_channels(office: Office) -> None:
@@ -125,7 +125,7 @@ def test_requests_never_travel_by_channels(office: Office) -> None:
     (request,) = a.take()
     assert request.message == Hello("back")
     assert channel.receive(0.0) is None
-    channel.release()
+    channel.release([channel])
 
 
 @pytest.mark.parametrize("number", [MAX_CHANNELS + 1, 255])
@@ -142,18 +142,18 @@ def test_by_tcp_there_are_no_channels(fast_path: bool) -> None:
         a, b = office.pair()
         a.mailbox.send(1, Hello("x"), 1)
         b.take()
-        assert a.mailbox.acquire_channel(1) is None
+        assert acquire(a.mailbox, 1) is None
 
 
 def test_each_thread_has_its_own_and_they_are_few(office: Office) -> None:
     a, _ = pair(office)
     channels = [channel_to(a) for _ in range(MAX_CHANNELS)]
     assert len({channel.number for channel in channels}) == MAX_CHANNELS
-    assert a.mailbox.acquire_channel(1) is None
-    channels[3].release()
+    assert acquire(a.mailbox, 1) is None
+    channels[3].release([channels[3]])
     assert channel_to(a) is channels[3]
     for channel in channels:
-        channel.release()
+        channel.release([channel])
 
 
 def test_a_wake_up_ends_a_wait_and_does_no_harm_to_the_next(office: Office) -> None:
@@ -162,7 +162,7 @@ def test_a_wake_up_ends_a_wait_and_does_no_harm_to_the_next(office: Office) -> N
     threading.Timer(0.01, channel.wake).start()
     assert channel.receive(None) is None
     channel.wake()
-    channel.release()
+    channel.release([channel])
     channel = channel_to(a)
     channel.receive(0.0)
     open_channel(a, b, channel)
@@ -170,7 +170,7 @@ def test_a_wake_up_ends_a_wait_and_does_no_harm_to_the_next(office: Office) -> N
     b.take()
     b.mailbox.send(0, REPLY, 7, (), channel.number)
     assert received(channel).envelope.message_id == 7
-    channel.release()
+    channel.release([channel])
 
 
 def test_time_passes_without_a_reply(office: Office) -> None:
@@ -178,19 +178,19 @@ def test_time_passes_without_a_reply(office: Office) -> None:
     channel = channel_to(a)
     assert channel.receive(0.0) is None
     assert channel.receive(0.001) is None
-    channel.release()
+    channel.release([channel])
 
 
 def test_a_late_reply_is_read_by_the_next_user_of_the_channel(office: Office) -> None:
     a, b = pair(office)
     channel = channel_to(a)
     open_channel(a, b, channel)
-    channel.release()
+    channel.release([channel])
     b.mailbox.send(0, REPLY, 8, (), channel.number)
     again = channel_to(a)
     assert again is channel
     assert received(again).envelope.message_id == 8
-    again.release()
+    again.release([again])
 
 
 def ending(office: Office, worker_id: int) -> tuple[Box, SimpleQueue[Inbound | PeerEnd]]:
@@ -227,7 +227,7 @@ def test_what_arrived_at_a_channel_without_an_owner_is_read_before_the_end(offic
     a, b, events = with_ends(office)
     channel = channel_to(a)
     open_channel(a, b, channel, events)
-    channel.release()
+    channel.release([channel])
     for n in range(5):
         b.mailbox.send(0, REPLY, n, (), channel.number)
     b.mailbox.close("it leaves")
@@ -252,7 +252,7 @@ def test_a_wake_up_beside_the_end_of_a_connection_is_not_lost(office: Office) ->
         finally:
             channel.wake()
             reading.acquire()
-    channel.release()
+    channel.release([channel])
 
 
 def test_what_arrived_while_the_owner_is_away_is_read_before_the_end(office: Office) -> None:
@@ -265,7 +265,7 @@ def test_what_arrived_while_the_owner_is_away_is_read_before_the_end(office: Off
     assert numbers(events, 5) == list(range(5))
     assert the_end(events) == PeerEnd(1, b.mailbox.incarnation, "lost")
     assert channel.receive(0.001) is None
-    channel.release()
+    channel.release([channel])
 
 
 @pytest.mark.parametrize("finish", ["settle", "release", "receive", "abandon"])
@@ -287,17 +287,17 @@ def test_the_end_waits_until_the_owner_has_taken_note_of_its_message(office: Off
         channel.settle()
         assert numbers(events, 1) == [8]
     elif finish == "release":
-        channel.release()
+        channel.release([channel])
         assert numbers(events, 1) == [8]
     elif finish == "abandon":
-        channel.abandon(events.put)
+        channel.abandon([channel], events.put)
         assert numbers(events, 1) == [8]
     else:
         assert received(channel).envelope.message_id == 8
         assert channel.receive(0.001) is None
     assert the_end(events).reason == "lost"
     if finish in ("settle", "receive"):
-        channel.release()
+        channel.release([channel])
 
 
 def test_the_end_reaches_an_owner_that_waits(office: Office) -> None:
@@ -311,7 +311,7 @@ def test_the_end_reaches_an_owner_that_waits(office: Office) -> None:
     channel.wake()
     waits.join(20)
     assert not waits.is_alive()
-    channel.release()
+    channel.release([channel])
 
 
 def test_an_abandoned_channel_hands_over_what_has_arrived(office: Office) -> None:
@@ -324,7 +324,7 @@ def test_an_abandoned_channel_hands_over_what_has_arrived(office: Office) -> Non
         for n in range(3):
             b.mailbox.send(0, REPLY, n, (), channel.number)
         handed: list[Inbound] = []
-        channel.abandon(handed.append)
+        channel.abandon([channel], handed.append)
         for n in range(3, 6):
             b.mailbox.send(0, REPLY, n, (), channel.number)
         late = [inbound.envelope.message_id for inbound in a.take(6 - len(handed))]
@@ -352,7 +352,7 @@ def test_threads_that_reply_to_an_abandoned_channel_lose_nothing(office: Office)
         start.wait(20)
         if (first := channel.receive(0.001)) is not None:
             handed.append(first)
-        channel.abandon(handed.append)
+        channel.abandon([channel], handed.append)
         for thread in threads:
             thread.join(20)
         handed += a.take(30 - len(handed))
@@ -367,14 +367,14 @@ def test_a_number_is_used_again_after_all_others(office: Office) -> None:
         channel = channel_to(a)
         seen.append(channel.number)
         b.mailbox.send(0, REPLY, n, (), channel.number)  # the peer connects to it
-        channel.abandon(read.append)
+        channel.abandon([channel], read.append)
     read += a.take(len(seen) - len(read))
     assert seen == [*range(1, MAX_NUMBER + 1), 1, 2, 3]
     assert sorted(inbound.envelope.message_id for inbound in read) == list(range(len(seen)))
     channel = channel_to(a)
     assert channel.number == 4
     open_channel(a, b, channel)
-    channel.release()
+    channel.release([channel])
 
 
 def test_garbage_at_a_channel_is_counted_and_dropped(office: Office) -> None:
@@ -387,7 +387,7 @@ def test_garbage_at_a_channel_is_counted_and_dropped(office: Office) -> None:
     stranger.send(b"GET / HTTP/1.1")
     assert channel.receive(20) is None
     assert a.mailbox.statistics()["malformed"] == 1
-    channel.release()
+    channel.release([channel])
     stranger.close()
 
 
@@ -407,11 +407,11 @@ def test_a_channel_that_is_held_outlasts_close_until_it_is_released(office: Offi
     a, _ = pair(office)
     channel = channel_to(a)
     a.mailbox.close()
-    assert a.mailbox.acquire_channel(1) is None
+    assert acquire(a.mailbox, 1) is None
     assert a.mailbox.join(Deadline.after(0.05)) == ["w0-channels"]
     channel.wake()
     assert channel.receive(20) is None
-    channel.release()
+    channel.release([channel])
     channel.wake()  # of one that is closed
     assert a.mailbox.join(Deadline.after(20)) == []
 

@@ -11,6 +11,10 @@ Other events that end the wait (a reply at the receiver, a lost peer, a shutdown
 A channel is a path of the links of those that have replied to it (:mod:`zmqgrad.transport.endpoint`). While
 its owner waits, only the owner reads it; when a link ends meanwhile, the owner finds the end of its
 connection behind the last reply. While the owner does something else, the reader reads in its place.
+
+Note [One list or the other]: Ctrl-C can end the owner between any two function calls. A channel moves from
+the list of free ones to that of its owner, and back, in one call of C. So it is in one of them whenever that
+comes, and the port that has the list of the owner releases what is left in it.
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 from zmqgrad.runtime.polling import SPENT, Wakeup, to_milliseconds
 from zmqgrad.runtime.spinning import SpinBudget, Spinner
+from zmqgrad.transport import base
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.local.connection import LocalConnection
 from zmqgrad.transport.local.listener import Arrival, LocalListener
@@ -65,9 +71,9 @@ class ReplyChannel:
         self._spinner = Spinner(channels.spin_budget)
         self._decode = channels.decode
         self._on_path_closed = channels.on_path_closed
-        self.release: Callable[[], None] = partial(channels.take_back, self)
-        """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
-        self._drop: Callable[[], None] = partial(channels.drop, self)
+        self.abandoned = False
+        """Whether its owner is done with it, and no other thread may use it."""
+        self._take_back: Callable[[list[base.ReplyChannel]], None] = partial(channels.take_back, self)
         # Held while the owner waits, and while the reader reads in its place.
         self._reading = threading.Lock()
         self._arrived: deque[Arrival] = deque()
@@ -140,21 +146,28 @@ class ReplyChannel:
         finally:
             self._reading.release()
 
-    def abandon(self, handle: Callable[[Inbound], None]) -> None:
+    def release(self, held: list[base.ReplyChannel]) -> None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
+        if self.abandoned:
+            self.abandon(held, _ignore)
+        else:
+            self._take_back(held)
+
+    def abandon(self, held: list[base.ReplyChannel], handle: Callable[[Inbound], None]) -> None:
+        """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
+        self.abandoned = True
         with self._reading:
             self._in_hand = False
             for connection in self._listener.stop():  # nothing more arrives
                 while not self._arrived or self._arrived[-1] != (b"", connection):
                     self._arrived.extend(self._listener.read(connection.fd))
-            arrived = list(self._arrived)
-            self._arrived.clear()
-        for packet, connection in arrived:
+        while self._arrived:
+            packet, connection = self._arrived.popleft()
             if not packet:
                 self._on_path_closed(connection)
             elif (inbound := self._decode(packet, connection)) is not None:
                 handle(inbound)
-        self._drop()
+        self._take_back(held)
 
     def wake(self) -> None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
@@ -165,11 +178,19 @@ class ReplyChannel:
         with self._reading:
             self._listener.close()
         self._wakeup = SPENT
-        self.release = self._drop = _nothing  # breaks reference cycles
+        self._take_back = list.clear  # breaks a reference cycle
 
 
-def _nothing() -> None:
-    """The channel is closed."""
+def _ignore(_: Inbound) -> None:
+    """An interrupt has come while its owner abandoned the channel."""
+
+
+def _move(source: list[Any], target: list[Any]) -> None:
+    """Moves the last item, in one call: see Note [One list or the other]."""
+    target.extend(map(source.pop, _LAST))
+
+
+_LAST = (-1,)
 
 
 class ReplyChannels:
@@ -201,60 +222,65 @@ class ReplyChannels:
         self._all: list[ReplyChannel] = []
         # Guards all below. Reentrant, as a finalizer of a port that was forgotten releases its channel.
         self._lock = threading.RLock()
-        self._free: list[ReplyChannel] = []
+        self._free: list[ReplyChannel] = []  # see Note [One list or the other]
         self._numbers = cycle(range(1, MAX_NUMBER + 1))
         self._closed = False
         self._all_closed = threading.Condition(self._lock)
 
-    def acquire(self) -> ReplyChannel | None:
-        """Returns a channel for the calling thread, which must release it; None if none is free."""
+    def acquire(self, held: list[base.ReplyChannel]) -> bool:
+        """Puts a channel into ``held`` for the calling thread, which must release it; False: none is free."""
         with self._lock:
-            if self._free:
-                self.spin_budget.waiting += 1
-                return self._free.pop()
-            if self._closed or len(self._all) >= MAX_CHANNELS:
-                return None
-            used = {channel.number for channel in self._all}
-            try:
-                channel = ReplyChannel(next(n for n in self._numbers if n not in used), self)
-            except OSError as e:
-                logger.debug("no more reply channels: %s", e)
-                return None
-            self._all.append(channel)
-            self.spin_budget.waiting += 1
-            return channel
+            if self._closed or not (self._free or self._add()):
+                return False
+            _move(self._free, held)
+            self._count()
+            return True
+
+    def _add(self) -> bool:
+        """Adds a free channel. Returns whether that is possible."""
+        if len(self._all) >= MAX_CHANNELS:
+            return False
+        used = {channel.number for channel in self._all}
+        try:
+            channel = ReplyChannel(next(n for n in self._numbers if n not in used), self)
+        except OSError as e:
+            logger.debug("no more reply channels: %s", e)
+            return False
+        deque(map(list.append, (self._all, self._free), (channel, channel)), maxlen=0)  # in one call
+        return True
+
+    def _count(self) -> None:
+        self.spin_budget.waiting = len(self._all) - len(self._free)
 
     def all(self) -> list[ReplyChannel]:
         """Returns all channels, idle or not."""
         return self._all.copy()
 
-    def take_back(self, channel: ReplyChannel) -> None:
-        """Makes ``channel``, whose owner has left, available to others."""
+    def take_back(self, channel: ReplyChannel, held: list[base.ReplyChannel]) -> None:
+        """Makes ``channel``, whose owner has left, available to others, or closes it if it was abandoned."""
         channel.settle()  # before another thread can own it
         with self._lock:
-            self.spin_budget.waiting -= 1
-            if self._closed:
+            if self._closed or channel.abandoned:
                 self._shut(channel)
-            else:
-                self._free.append(channel)
-
-    def drop(self, channel: ReplyChannel) -> None:
-        """Closes ``channel``, whose owner has abandoned it."""
-        with self._lock:
-            self.spin_budget.waiting -= 1
-            self._shut(channel)
+                held.clear()
+            elif held:
+                _move(held, self._free)
+            self._count()
 
     def _shut(self, channel: ReplyChannel) -> None:
         channel.close()
-        self._all.remove(channel)
+        if channel in self._all:
+            self._all.remove(channel)
         self._all_closed.notify_all()
 
     def close(self) -> None:
         """Closes idle channels now, and the others when they are released. Idempotent."""
         with self._lock:
             self._closed = True
-            while self._free:
-                self._shut(self._free.pop())
+            for channel in self._free:
+                self._shut(channel)
+            self._free.clear()
+            self._count()
 
     def join(self, seconds: float | None) -> bool:
         """Waits until all are closed. Returns whether that happened within ``seconds``."""

@@ -1,0 +1,95 @@
+"""Ctrl-C at each moment of a call at which Python lets it in: after a call of C, and at a beginning."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from tests.support.workers import WAIT, two_workers
+from zmqgrad import rpc
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.mailbox import ZmqMailbox
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Worker]]:
+    """Two workers of one host; the test acts for the first."""
+    with two_workers(ZmqMailbox) as workers:
+        yield workers
+
+
+@cache
+def moments(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions of ``code`` before which Python may run a signal handler.
+
+    Not those that another handler of exceptions guards than the instruction before: what a signal handler
+    raises belongs to that one, and what a trace function raises, to this one.
+    """
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    def guard(offset: int) -> object:
+        return [entry.target for entry in table if entry.start <= offset < entry.end]
+
+    found, before, last = set(), "", 0
+    for instruction in dis.get_instructions(code):
+        if before in ("RESUME", "CALL", "CALL_FUNCTION_EX") and guard(last) == guard(instruction.offset):
+            found.add(instruction.offset)
+        before, last = instruction.opname, instruction.offset
+    return frozenset(found)
+
+
+def interrupted(number: int, modules: tuple[str, ...], call: Callable[[], Any]) -> bool:
+    """Run ``call``, and raise KeyboardInterrupt at moment ``number`` in ``modules``, if there are so many.
+
+    Returns:
+        Whether it was raised.
+    """
+    left = number
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_globals.get("__name__") not in modules:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode" and left >= 0 and frame.f_lasti in moments(frame.f_code):
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return left < 0  # in a finalizer, where it is only printed
+
+
+MODULES = ("zmqgrad.rpc.reply_port", "zmqgrad.transport.local.channels")
+
+
+@pytest.mark.open_outcomes  # of calls that were interrupted before anything knew of them
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_loses_no_reply_channel(pair: list[Worker]) -> None:
+    def call() -> Any:
+        return rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT)
+
+    assert call() == 3
+    number = 0
+    while interrupted(number, MODULES, call):
+        number += 1
+        assert call() == 3
+    assert number > 30
+    for worker in pair:
+        worker.close("the test is over")
+        assert worker.join(Deadline.after(WAIT)) == []
