@@ -12,9 +12,10 @@ from tests.support.waiting import eventually
 from tests.transport.contract import acquire, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.rpc import RpcBackendOptions
+from zmqgrad.rpc import RpcBackendOptions, reply_port
+from zmqgrad.rpc.reply_port import ReplyPorts
 from zmqgrad.runtime import spinning
-from zmqgrad.runtime.clock import ManualClock
+from zmqgrad.runtime.clock import MONOTONIC, ManualClock
 from zmqgrad.runtime.spinning import (
     COOLDOWN_WAITS,
     CROWDED_SECONDS,
@@ -191,3 +192,28 @@ def test_a_worker_spins_for_the_configured_time(monkeypatch: pytest.MonkeyPatch)
     # Another thread that begins to spin or to work ends a spin early.
     eventually(lambda: time_to_receive_nothing(0.1), lambda times: times[0] >= 0.1)
     assert time_to_receive_nothing(0.0)[1] < 0.1
+
+
+@pytest.mark.skipif(not local.supported(), reason="reply channels are Linux's")
+def test_none_spins_while_as_many_peers_as_cores_may_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spinning, "CROWDED_SECONDS", math.inf)
+    monkeypatch.setattr(reply_port, "CORES", 2)
+    with office_of(Spinning(0.1)) as office:
+        a, b = office.pair()
+        a.mailbox.send(1, Hello("x"), 1)
+        b.take()
+        ports = ReplyPorts(a.mailbox, MONOTONIC)
+
+        def spent(*peers: int) -> tuple[float, float]:
+            """The time, and that of a processor, in which nothing arrives from any of ``peers``."""
+            port = ports.acquire_any(peers)
+            promise = port.promise()
+            began, used = time.perf_counter(), time.thread_time()
+            assert port.receive(promise, MONOTONIC.now()) is None
+            taken = time.perf_counter() - began, time.thread_time() - used
+            promise.set_result(None)
+            port.release()
+            return taken
+
+        assert spent(1, 2)[1] < 0.1
+        eventually(lambda: spent(1), lambda times: times[0] >= 0.1)  # the channel is the same

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Clock
 from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.spinning import CORES
 from zmqgrad.transport.base import Inbound, Mailbox, ReplyChannel
 
 T = TypeVar("T")
@@ -130,11 +131,15 @@ class ReplyPorts:
         port.number = port.held[0].number
         return port
 
-    def acquire_any(self, peers: Iterable[int]) -> ReplyPort:
-        """A port for messages of several peers. The calling thread must release it."""
+    def acquire_any(self, peers: Collection[int]) -> ReplyPort:
+        """A port for messages of several peers. The calling thread must release it.
+
+        If they can keep all cores busy, it does not spin.
+        """
         for peer in peers:
             port = self.acquire(peer)
             if port is not self.at_receiver:
+                port.held[0].spins = len(peers) < CORES
                 return port
         return self.at_receiver
 

@@ -6,17 +6,22 @@ that wakes it, so the peer whose reply is awaited may need this very core.
 
 Spinning uses at most one core per worker: only the thread that began last spins, none spins beside a thread
 that works, and a thread whose spins rarely succeed backs off. None spins on a core that others need: while
-the workers of a host compute, all cores are theirs.
+the workers of a host compute, all cores are theirs. A thread that waits for as many workers as there are
+cores does not even try.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
 from zmqgrad.runtime.clock import MONOTONIC, Clock
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""How many threads of this process can run at a time."""
 
 SPIN_SECONDS = 8e-3
 """Default time that a thread spins for a reply before it blocks.

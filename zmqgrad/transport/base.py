@@ -114,6 +114,9 @@ class ReplyChannel(Protocol):
     def number(self) -> int:
         """The channel number in the envelope of a request; never 0."""
 
+    spins: bool
+    """Whether :meth:`receive` may spin before it blocks. True whenever the channel was acquired."""
+
     def receive(self, seconds: float | None) -> Inbound | None:
         """Returns the next message; None after ``seconds`` (None: no limit) or a wake-up without one."""
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 
 from zmqgrad.autograd.graph.node import Gradient
+from zmqgrad.runtime.spinning import CORES
 from zmqgrad.wire.tensors.streams import NO_COPIES, DeviceCopies
 
 Arrival = tuple[int, Sequence[Gradient]]
 """An entry of the local graph (the autograd id of a send), and the gradients that arrived for it."""
 
-
-MAX_CONSUMERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+MAX_CONSUMERS = CORES
 """As many threads as this process has cores run groups of one pass."""
 
 

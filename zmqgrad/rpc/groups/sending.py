@@ -131,7 +131,7 @@ class GroupCall(NamedTuple):
             GroupError: if members failed, and errors are raised.
         """
         worker = self.worker
-        port = worker.ports.acquire_any(peer.id for peer in self.peers)
+        port = worker.ports.acquire_any([peer.id for peer in self.peers])
         sent: list[PendingCall | Exception] = []
         complete = False
         try:

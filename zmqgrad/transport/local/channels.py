@@ -68,6 +68,7 @@ class ReplyChannel:
         self._on_settled = channels.on_settled
         self._in_hand = False  # the owner handles a message that it has received
         self._over = False  # a wake-up was read, or the time was over, which the owner is still to be told
+        self.spins = True
         self._spinner = Spinner(channels.spin_budget)
         self._decode = channels.decode
         self._on_path_closed = channels.on_path_closed
@@ -107,8 +108,8 @@ class ReplyChannel:
             if self._over:
                 self._over = False
                 return False
-            ready = self._spinner.spin(self._poll.poll) or self._poll.poll(to_milliseconds(seconds))
-            self._over = self._read(ready)
+            ready = self._spinner.spin(self._poll.poll) if self.spins else []
+            self._over = self._read(ready or self._poll.poll(to_milliseconds(seconds)))
         return True
 
     def _read(self, ready: list[tuple[int, int]]) -> bool:
@@ -259,6 +260,7 @@ class ReplyChannels:
     def take_back(self, channel: ReplyChannel, held: list[base.ReplyChannel]) -> None:
         """Makes ``channel``, whose owner has left, available to others, or closes it if it was abandoned."""
         channel.settle()  # before another thread can own it
+        channel.spins = True
         with self._lock:
             if self._closed or channel.abandoned:
                 self._shut(channel)
