@@ -10,6 +10,7 @@ import torch
 
 from tests.support.waiting import eventually
 from zmqgrad import autograd, rpc
+from zmqgrad.errors import GroupError
 from zmqgrad.testing import cluster
 
 pytest.importorskip("opentelemetry.sdk")
@@ -94,6 +95,25 @@ def test_calls_are_children_of_the_programs_own_span(finished: Finished) -> None
     ] * 2
     assert len({span.context.trace_id for span in spans}) == 1
     provider.shutdown()
+
+
+def test_a_group_call_is_one_span_above_its_calls(finished: Finished) -> None:
+    with cluster(3):
+        group = rpc.group("worker*")
+        group.call(double, (torch.ones(2),))
+        spans = finished(7)
+        assert links(spans)[0] == ("double on 3 workers", SpanKind.INTERNAL, None)
+        assert [parent for _, kind, parent in links(spans) if kind is SpanKind.CLIENT] == [0] * 3
+        assert (spans[0].attributes or {})["zmqgrad.members"] == 3
+        assert spans[0].end_time >= max(span.end_time for span in spans if span.kind is SpanKind.CLIENT)
+        future = group.call_async(refuse)
+        with pytest.raises(GroupError):
+            future.wait()
+        spans = finished(14)[7:]
+    assert [parent for _, kind, parent in links(spans) if kind is SpanKind.CLIENT] == [0] * 3
+    assert spans[0].status.status_code is StatusCode.ERROR
+    assert "refused" in (spans[0].status.description or "")
+    assert trace.get_current_span() is trace.INVALID_SPAN
 
 
 def test_a_failure_marks_the_spans_of_both_ends(finished: Finished) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from tests.trace.test_job import CALL, SECOND, Writer, call, two
+from zmqgrad import rpc
 from zmqgrad.__main__ import main
-from zmqgrad.errors import TraceError
-from zmqgrad.trace import Job, chrome
-from zmqgrad.trace.events import ProcessInfo, Role, Tag
+from zmqgrad.errors import GroupError, TraceError
+from zmqgrad.testing import cluster
+from zmqgrad.trace import Job, chrome, record
+from zmqgrad.trace.events import GroupCalled, ProcessInfo, Role, Tag
 from zmqgrad.trace.profiles import profile_events
 from zmqgrad.trace.timeline import Timeline
 
@@ -242,3 +244,33 @@ def test_a_process_without_workers_has_a_track(tmp_path: Path) -> None:
     assert [e["args"]["name"] for e in timeline(tmp_path) if e["name"] == "process_name"] == [
         "store server (pid 5, h)"
     ]
+
+
+def double(x: int) -> int:
+    """Twice a number."""
+    return 2 * x
+
+
+def test_a_group_call_is_one_thing_with_its_calls(tmp_path: Path) -> None:
+    with record(tmp_path), cluster(4):
+        group = rpc.group("worker*")
+        assert group.call(double, (1,)) == [2] * 4
+        with pytest.raises(GroupError):
+            group.call_async(double, ("text", "more")).wait()
+    called = [each.event for each in Job(tmp_path).events() if isinstance(each.event, GroupCalled)]
+    assert [(event.function, len(event.calls), event.failed) for event in called] == [
+        ("double", 4, False),
+        ("double", 4, True),
+    ]
+    events = timeline(tmp_path)
+    begun = [e for e in events if e.get("cat") == "group call" and e["ph"] == "b"]
+    ended = [e for e in events if e.get("cat") == "group call" and e["ph"] == "e"]
+    assert [e["name"] for e in begun] == ["group call double on 4 workers"] * 2
+    calls = [e for e in events if e.get("cat") == "call" and e["ph"] == "b" and e["name"].endswith("double")]
+    assert len(calls) == 8
+    for one, end in zip(begun, ended, strict=True):
+        own = [call for call in calls if call["args"]["id"] in one["args"]["calls"]]
+        assert len(own) == 4
+        assert all(one["ts"] <= call["ts"] <= end["ts"] for call in own)
+    waits = [e for e in events if e.get("cat") == "wait"]
+    assert len(waits) in (0, 4), "short waits are not recorded"

@@ -49,6 +49,7 @@ class Tag(enum.IntEnum):
     PEER_LOST = 27
     STEP_TAKEN = 28
     PUBLISHED = 29
+    GROUP_CALLED = 30
 
 
 class Role(enum.IntEnum):
@@ -289,6 +290,21 @@ class Published(Event, frozen=True, tag=29):
     bytes: int
 
 
+class GroupCalled(Event, frozen=True, tag=30):
+    """A thread of ``actor`` began at ``time`` to call ``function`` on the members of a group.
+
+    ``calls`` are the message ids of the requests. All had ended after ``nanoseconds``; ``failed``: not all by
+    a result.
+    """
+
+    thread: int
+    actor: int
+    nanoseconds: int
+    function: str
+    calls: tuple[int, ...]
+    failed: bool = False
+
+
 class RendezvousStep(Event, frozen=True, tag=18):
     """A node of an elastic rendezvous applied ``action`` to the state, in round ``round``."""
 
@@ -397,6 +413,7 @@ AnyEvent = (
     | PeerLost
     | StepTaken
     | Published
+    | GroupCalled
 )
 """All events that the reader of a log yields."""
 

@@ -32,9 +32,26 @@ class _Outgoing:
         self._span = span
 
     def end(self, error: str) -> None:
-        if error:
-            self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end()
+        _end(self._span, error)
+
+
+class _Group:
+    """As :class:`~zmqgrad.transport.tap.GroupSpan`."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def parent(self) -> AbstractContextManager[object]:
+        return trace.use_span(self._span, record_exception=False, set_status_on_exception=False)
+
+    def end(self, error: str) -> None:
+        _end(self._span, error)
+
+
+def _end(span: Span, error: str) -> None:
+    if error:
+        span.set_status(Status(StatusCode.ERROR, error))
+    span.end()
 
 
 class _Spans:
@@ -46,6 +63,11 @@ class _Spans:
     def call(self, function: str, caller: str, callee: str) -> tap.OutgoingSpan:
         attributes = _attributes(function, caller, callee)
         return _Outgoing(self._tracer.start_span(function, kind=SpanKind.CLIENT, attributes=attributes))
+
+    def group(self, function: str, caller: str, members: int) -> tap.GroupSpan:
+        attributes = {"rpc.system": "zmqgrad", "rpc.method": function, "zmqgrad.caller": caller}
+        name = f"{function} on {members} workers"
+        return _Group(self._tracer.start_span(name, attributes={**attributes, "zmqgrad.members": members}))
 
     def serve(
         self, traceparent: str, function: str, caller: str, callee: str

@@ -4,8 +4,8 @@ Each process is a track group, each thread of it a track. On the tracks of threa
 thread ran them: requests served, waits, backward passes, groups of nodes, and each message sent or received
 (a mark of ``MESSAGE_NANOSECONDS``). Arrows lead from each send to its receive, and from there to where the
 request was served. What belongs to no one thread has tracks of its own, by name: calls at their caller, from
-send to reply, and requests that wait in the queue of their callee. Counters: bytes in flight to others, and
-the length of the queue.
+send to reply, group calls, and requests that wait in the queue of their callee. Counters: bytes in flight to
+others, and the length of the queue.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from zmqgrad.trace.chrome import Event
 from zmqgrad.trace.events import (
+    GroupCalled,
     GroupExecuted,
     MessageEvent,
     MessageReceived,
@@ -120,6 +121,13 @@ class Timeline:
         common: dict[str, Any] = {"cat": category, "id2": {"local": f"{key:#x}"}}
         yield self.at("b", title, actor, begin, args=args, **common)
         yield self.at("e", title, actor, max(begin, end), **common)
+
+    def group_call(self, time: int, actor: Actor, event: GroupCalled) -> Iterator[Event]:
+        """A group call at its caller, above its calls."""
+        title = f"group call {event.function} on {len(event.calls)} workers"
+        key = hash((self.pid(actor), event.thread, time)) & (1 << 63) - 1
+        args = {"calls": list(event.calls), "failed": event.failed}
+        yield from self._interval("group call", title, actor, key, time, time + event.nanoseconds, args)
 
     # ---- tracks -----------------------------------------------------------------------------------------
 
@@ -250,6 +258,8 @@ class _Threads:
                 args = {"version": event.version, "bytes": event.bytes}
                 end, name = time + event.nanoseconds, f"publish {event.name}"
                 yield self._timeline.slice("publish", name, actor, event.thread, time, end, args)
+            elif isinstance(event, GroupCalled):
+                yield from self._timeline.group_call(time, actor, event)
             elif isinstance(event, RendezvousStep):
                 yield self._timeline.at(
                     "i",
@@ -293,7 +303,16 @@ class _Threads:
 
 
 _MESSAGES = (MessageSent, MessageReceived)
-_OF_THREADS = (WaitBegun, WaitEnded, PassStarted, PassFinished, GroupExecuted, Published, RendezvousStep)
+_OF_THREADS = (
+    WaitBegun,
+    WaitEnded,
+    PassStarted,
+    PassFinished,
+    GroupExecuted,
+    GroupCalled,
+    Published,
+    RendezvousStep,
+)
 _REPLIED_TO = PROGRAM_CALLS | {MessageType.DISCOVER_AUTOGRAD_REQ}
 
 

@@ -166,6 +166,11 @@ class Tracer:
         elif failed or ended - begun >= SHORT_WAIT_NANOSECONDS:
             self._append((_WAITED, begun, *key, ended - begun, failed))
 
+    def group_called(self, began: int, function: str, calls: Sequence[int], failed: bool) -> None:
+        thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
+        name = function[:MAX_NAME_CHARACTERS]
+        self._append((Tag.GROUP_CALLED, began, thread, self._actor, took, name, tuple(calls), failed))
+
     def context_created(self, context: int) -> None:
         self._add(Tag.CONTEXT_CREATED, context)
 

@@ -114,6 +114,9 @@ class Tracer(Protocol):
     def wait_ended(self, peer: int, message_id: int, failed: bool) -> None:
         """It does not wait any more."""
 
+    def group_called(self, began: int, function: str, calls: Sequence[int], failed: bool) -> None:
+        """A group call took from ``began`` (``monotonic_ns``) until now; ``calls`` are its message ids."""
+
     def context_created(self, context: int) -> None:
         """A distributed autograd context exists here from now on."""
 
@@ -177,11 +180,24 @@ class OutgoingSpan(Protocol):
         """The call has ended; ``error`` says how it failed, empty: it did not. Thread-safe."""
 
 
+class GroupSpan(Protocol):
+    """The span of a group call, at its caller."""
+
+    def parent(self) -> AbstractContextManager[object]:
+        """While it lasts, the calls that the calling thread sends are children of this span."""
+
+    def end(self, error: str) -> None:
+        """As :meth:`OutgoingSpan.end`, for the last of its calls."""
+
+
 class Spans(Protocol):
     """Makes a span of each call, such as those of OpenTelemetry. Thread-safe; nothing raises."""
 
     def call(self, function: str, caller: str, callee: str) -> OutgoingSpan:
         """The calling thread sends a call."""
+
+    def group(self, function: str, caller: str, members: int) -> GroupSpan:
+        """The calling thread sends a call to so many members of a group."""
 
     def serve(
         self, traceparent: str, function: str, caller: str, callee: str

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError, UnknownWorkerError
 from zmqgrad.rpc.api import rpc_async, rpc_sync
@@ -87,37 +87,19 @@ class WorkerGroup(Sequence[WorkerInfo]):
 
     # ---- calls ------------------------------------------------------------------------------------------
 
-    @overload
     def call(
         self,
         func: Callable[..., T],
-        args: Sequence[Any] | None = ...,
-        kwargs: Mapping[str, Any] | None = ...,
-        timeout: float = ...,
-        errors: Literal["raise"] = ...,
-    ) -> list[T]: ...
-    @overload
-    def call(
-        self,
-        func: Callable[..., T],
-        args: Sequence[Any] | None = ...,
-        kwargs: Mapping[str, Any] | None = ...,
-        timeout: float = ...,
-        *,
-        errors: Literal["return"],
-    ) -> list[T | Exception]: ...
-    def call(
-        self,
-        func: Callable[..., Any],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
         errors: OnErrors = "raise",
-    ) -> list[Any]:
+    ) -> list[T]:
         """Run ``func(*args, **kwargs)`` on each member, and return the results in the order of the members.
 
-        The call is serialized once, and members on this host read large tensors from the same memory.
-        Arguments are given as to ``rpc_sync``, so that those of ``func`` can have any name.
+        The call is serialized once. Members on this host read large tensors from the same memory; one that
+        writes to it has its own from then on. Arguments are given as to ``rpc_sync``, so that those of
+        ``func`` can have any name.
 
         Args:
             func: any callable, as for ``rpc_sync``.
@@ -136,33 +118,14 @@ class WorkerGroup(Sequence[WorkerInfo]):
         group_call, send = self._shared(func, args, kwargs, timeout, errors)
         return group_call.send_and_wait(send)
 
-    @overload
     def call_async(
         self,
         func: Callable[..., T],
-        args: Sequence[Any] | None = ...,
-        kwargs: Mapping[str, Any] | None = ...,
-        timeout: float = ...,
-        errors: Literal["raise"] = ...,
-    ) -> GroupFuture[T]: ...
-    @overload
-    def call_async(
-        self,
-        func: Callable[..., T],
-        args: Sequence[Any] | None = ...,
-        kwargs: Mapping[str, Any] | None = ...,
-        timeout: float = ...,
-        *,
-        errors: Literal["return"],
-    ) -> GroupFuture[T | Exception]: ...
-    def call_async(
-        self,
-        func: Callable[..., Any],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_RPC_TIMEOUT,
         errors: OnErrors = "raise",
-    ) -> GroupFuture[Any]:
+    ) -> GroupFuture[T]:
         """As :meth:`call`, but returns a future at once, which can also be iterated ``as_completed``.
 
         You must not change tensors in ``args`` before it is done, as for ``rpc_async``.
@@ -190,7 +153,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
                 peer.id, reference, serialized, seconds, func, on_id=on_id, reply_to=reply_to
             )
 
-        return self._begin(worker, func, timeout, errors)._replace(shared=shared), send
+        return self._begin(worker, func, timeout, errors, shared), send
 
     def map(
         self,
@@ -283,10 +246,12 @@ class WorkerGroup(Sequence[WorkerInfo]):
         finally:
             shared.release()
 
-    def _begin(self, worker: Worker, what: Any, timeout: float, errors: OnErrors) -> GroupCall:
+    def _begin(
+        self, worker: Worker, what: Any, timeout: float, errors: OnErrors, shared: SharedCall | None = None
+    ) -> GroupCall:
         check_errors(errors)
         seconds = worker.resolve_timeout(timeout)
-        return GroupCall(worker, self._peers(worker, seconds), what, seconds, errors)
+        return GroupCall(worker, self._peers(worker, seconds), what, seconds, errors, shared)
 
     def _peers(self, worker: Worker, seconds: float) -> list[WorkerRecord]:
         """The members, at least one. In a dynamic group one may have joined that is not known here yet."""

@@ -112,6 +112,7 @@ class RRefGroup(Sequence[RRef[T]]):
     ) -> tuple[GroupCall, Send]:
         call = self._begin(f"method {name}", timeout, errors)
         shared = SharedCall(call.worker, lambda context: ("", serialize_arguments(args, kwargs, context)))
+        call.shared = shared
 
         def send(index: int, _: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
             return call_method(
@@ -124,7 +125,7 @@ class RRefGroup(Sequence[RRef[T]]):
                 serialized=lambda owner: shared.to(owner)[1],
             )
 
-        return call._replace(shared=shared), send
+        return call, send
 
 
 def _call(errors: OnErrors, rrefs: RRefGroup[Any], *method: Any) -> list[Any]:

@@ -10,8 +10,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from zmqgrad.errors import (
     ConfigurationError,
@@ -29,6 +31,8 @@ from zmqgrad.rpc.reply_port import ReplyPort
 from zmqgrad.rpc.serialization.context import SerializationContext, SerializedPayload
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
+from zmqgrad.runtime.clock import monotonic_ns
+from zmqgrad.transport import tap
 from zmqgrad.transport.base import SharedFrames
 
 OnErrors = Literal["raise", "return"]
@@ -79,7 +83,8 @@ class SharedCall:
                 serialized.frames.release()
 
 
-class GroupCall(NamedTuple):
+@dataclass(slots=True)
+class GroupCall:
     """A call to ``peers``, with one deadline.
 
     Args:
@@ -97,6 +102,9 @@ class GroupCall(NamedTuple):
     seconds: float
     errors: OnErrors
     shared: SharedCall | None = None
+    _began: int = 0
+    _calls: Sequence[int] = ()  # message ids
+    _span: tap.GroupSpan | None = None
 
     def send(self, send: Send, reply_to: int = 0) -> list[PendingCall | Exception]:
         """Send the request of each member; of one that is lost, or failed before, the result is the error.
@@ -107,20 +115,33 @@ class GroupCall(NamedTuple):
         now = self.worker.clock.now
         deadline = now() + self.seconds
         sent: list[PendingCall | Exception] = []
+        self._began = monotonic_ns()
+        if tap.spans is not None:
+            self._span = tap.spans.group(describe(self.what), self.worker.name, len(self.peers))
         try:
-            for index, peer in enumerate(self.peers):
-                left = max(1e-6, deadline - now()) if self.seconds else 0.0  # 0 would be no limit
-                try:
-                    sent.append(send(index, peer, left, reply_to))
-                except (PeerLostError, RpcTimeoutError, RRefError) as e:
-                    sent.append(copy_exception(e))
-        except BaseException:
+            with nullcontext() if self._span is None else self._span.parent():
+                for index, peer in enumerate(self.peers):
+                    left = max(1e-6, deadline - now()) if self.seconds else 0.0  # 0 would be no limit
+                    try:
+                        sent.append(send(index, peer, left, reply_to))
+                    except (PeerLostError, RpcTimeoutError, RRefError) as e:
+                        sent.append(copy_exception(e))
+        except BaseException as e:
             self._give_up(sent)
+            self._ended(type(e).__name__)
             raise
         finally:
+            self._calls = [each.message_id for each in sent if isinstance(each, PendingCall)]
             if self.shared is not None:
                 self.shared.release()
         return sent
+
+    def _ended(self, error: str) -> None:
+        """Tell those who trace that all calls have ended; ``error`` says how, empty: with results."""
+        if self._span is not None:
+            self._span.end(error)
+        if (tracer := self.worker.tracer) is not None:
+            tracer.group_called(self._began, describe(self.what), self._calls, bool(error))
 
     def send_and_wait(self, send: Send) -> list[Any]:
         """Send the requests, wait for all replies, and return the results in the order of the members.
@@ -163,10 +184,19 @@ class GroupCall(NamedTuple):
             if not next(unfinished):
                 ended.set_result(None)
 
-        for call in calls:
-            call.promise.add_done_callback(on_done)
-        while (inbound := port.receive(ended, math.inf)) is not None:
-            self.worker.ports.on_unexpected(inbound)
+        tracer = self.worker.tracer
+        try:
+            for call in calls:
+                call.promise.add_done_callback(on_done)
+                if tracer is not None:
+                    tracer.wait_begun(call.peer, call.message_id)
+            while (inbound := port.receive(ended, math.inf)) is not None:
+                self.worker.ports.on_unexpected(inbound)
+        finally:
+            if tracer is not None:
+                for call in reversed(calls):
+                    failed = not call.promise.done() or call.promise.exception() is not None
+                    tracer.wait_ended(call.peer, call.message_id, failed)
 
     def _give_up(self, sent: Iterable[PendingCall | Exception]) -> None:
         for each in sent:
@@ -188,13 +218,15 @@ class GroupCall(NamedTuple):
             except Exception as e:
                 errors[name] = copy_exception(e)  # its traceback would form a cycle with this frame
                 found.append(errors[name])
-        if errors and self.errors == "raise":
-            results = {name: each for name, each in zip(names, found, strict=True) if name not in errors}
-            try:
-                raise self._error(results, errors) from next(iter(errors.values()))
-            finally:
-                del errors, found, results
-        return found
+        results = {name: each for name, each in zip(names, found, strict=True) if name not in errors}
+        error = self._error(results, errors) if errors else None
+        self._ended(str(error) if error else "")
+        if error is None or self.errors == "return":
+            return found
+        try:
+            raise error from next(iter(errors.values()))
+        finally:
+            del error, errors, found, results  # the traceback refers to this frame: avoid a reference cycle
 
     def _names(self) -> list[str]:
         """The names of the members. A worker that owns several references is several members."""
