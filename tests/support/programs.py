@@ -286,7 +286,8 @@ def programs(
     """A program for ``workers`` workers.
 
     ``all_used``: each remote result reaches a root, as FAST needs. ``rich``: several passes and contexts,
-    regions without grad, sparse gradients; with ``hooks``, also hooks of leaves. ``groups``: group calls.
+    regions without grad, sparse gradients; with ``hooks``, also hooks of leaves. ``groups``: at
+    least one group call.
     """
     homes = st.integers(0, workers - 1)
     program = Program(
@@ -301,6 +302,11 @@ def programs(
         ),
         roots=draw(st.integers(1, 3)),
     )
+    if groups:  # one at least
+        args = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
+        inner = _bodies(homes, 1, st.booleans(), hooks, rich, groups)
+        first = draw(_group_calls(homes, args, inner))
+        program = replace(program, body=replace(program.body, steps=(first, *program.body.steps)))
     if not rich:
         return program
     some = st.lists(st.integers(0, 2), min_size=1, max_size=2).map(tuple)
@@ -341,13 +347,21 @@ def _bodies(
         args = st.lists(value, max_size=3).map(tuple)
         inner = _bodies(homes, depth - 1, folds, hooks, rich, groups)
         if groups:
-            members = st.lists(homes, min_size=1, max_size=4, unique=True).map(tuple)
-            kinds += [st.builds(GroupCall, members, st.sampled_from(GROUP_HOWS), args, inner)] * 4
+            kinds += [_group_calls(homes, args, inner)] * 4
         kinds += [st.builds(Call, homes, st.sampled_from(HOWS), args, inner)] * 3
         if rich:
             kinds.append(st.builds(Call, homes, st.sampled_from(HOWS), args, inner, st.just(True)))
     returns = st.lists(value, min_size=1, max_size=3).map(tuple)
     return st.builds(Body, st.lists(st.one_of(kinds), max_size=6 if hooks else 4).map(tuple), returns, folds)
+
+
+def _group_calls(
+    homes: st.SearchStrategy[int],
+    args: st.SearchStrategy[tuple[int, ...]],
+    inner: st.SearchStrategy[Body],
+) -> st.SearchStrategy[GroupCall]:
+    members = st.lists(homes, min_size=1, max_size=4, unique=True).map(tuple)
+    return st.builds(GroupCall, members, st.sampled_from(GROUP_HOWS), args, inner)
 
 
 def _show(program: Program, body: Body, count: int, lines: list[str], indent: str) -> None:
