@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tools.bench.groups import SIZES, run_groups
 from tools.bench.limits import COPIES, ROUND_TRIP, run_limits
 from tools.bench.pipeline import MICRO_BATCHES, STAGES, run_pipeline
 from tools.bench.processes import Hear, run_together
@@ -47,6 +48,7 @@ def pieces(chosen: Callable[[str], bool], workers: Sequence[int], budget: Budget
         Piece("calls", calls, lambda side, hear: _calls(side, hear, _names(calls, chosen), budget)),
         _pipeline(budget),
         *[_group(size) for size in workers],
+        *[_calls_to_groups(called, chosen, budget) for called in SIZES],
         Piece("store", stores, lambda side, hear: _store(side, hear, _names(stores, chosen), budget)),
     ]
     kept = [Piece(p.title, [row for row in p.rows if chosen(row.name)], p.run) for p in made]
@@ -79,6 +81,17 @@ def _group(size: int) -> Piece:
         return run_together(run_group, size, PATIENCE, hear, side)
 
     return Piece(f"{size} workers", rows, run)
+
+
+def _calls_to_groups(called: int, chosen: Callable[[str], bool], budget: Budget) -> Piece:
+    rows = [Row(name, says) for name, says in SIZES[called].items()]
+
+    def run(side: str, hear: Hear) -> list[dict[str, float]]:
+        meet_at_a_free_port()
+        names = _names(rows, chosen)
+        return run_together(run_groups, called + 1, PATIENCE, hear, side, names, budget)
+
+    return Piece(f"calls to {called}", rows, run)
 
 
 def _pipeline(budget: Budget) -> Piece:
