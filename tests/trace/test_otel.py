@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.support.waiting import eventually
 from zmqgrad import autograd, rpc
-from zmqgrad.errors import GroupError
+from zmqgrad.errors import GroupError, PayloadError
 from zmqgrad.testing import cluster
 
 pytest.importorskip("opentelemetry.sdk")
@@ -114,6 +115,14 @@ def test_a_group_call_is_one_span_above_its_calls(finished: Finished) -> None:
     assert spans[0].status.status_code is StatusCode.ERROR
     assert "refused" in (spans[0].status.description or "")
     assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+def test_a_group_call_that_cannot_be_sent_ends_its_span(finished: Finished) -> None:
+    with cluster(2):
+        with pytest.raises(PayloadError):
+            rpc.group("worker*").call(double, (threading.Lock(),))
+        (span,) = finished(1)
+    assert (span.name, span.status.status_code) == ("double on 2 workers", StatusCode.ERROR)
 
 
 def test_a_failure_marks_the_spans_of_both_ends(finished: Finished) -> None:

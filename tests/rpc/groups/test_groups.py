@@ -380,6 +380,17 @@ def test_who_has_not_answered_is_named(four: Cluster, gate: int) -> None:
         assert isinstance(e.value.errors["worker1"], RpcTimeoutError)
 
 
+def time_out_there() -> None:
+    """Raise the error of a call of its own."""
+    raise RpcTimeoutError("the store was silent")
+
+
+def test_a_timeout_on_a_member_is_its_reply(four: Cluster) -> None:
+    with pytest.raises(GroupTimeoutError, match=r"worker1: RpcTimeoutError.*the store was silent") as e:
+        rpc.group("worker[12]").call(time_out_there)
+    assert "no reply" not in str(e.value)
+
+
 def test_a_member_that_dies_in_the_middle_is_named(four: Cluster, gate: int) -> None:
     group = rpc.group("worker*")
 

@@ -102,8 +102,8 @@ class GroupCall:
     seconds: float
     errors: OnErrors
     shared: SharedCall | None = None
-    _began: int = 0
-    _calls: Sequence[int] = ()  # message ids
+    _began: int = 0  # 0: not yet, or it has ended
+    _sent: Sequence[PendingCall | Exception] = ()  # until all have ended
     _span: tap.GroupSpan | None = None
 
     def send(self, send: Send, reply_to: int = 0) -> list[PendingCall | Exception]:
@@ -127,21 +127,24 @@ class GroupCall:
                     except (PeerLostError, RpcTimeoutError, RRefError) as e:
                         sent.append(copy_exception(e))
         except BaseException as e:
-            self._give_up(sent)
-            self._ended(type(e).__name__)
+            self._sent = sent
+            self._give_up(type(e).__name__)
             raise
         finally:
-            self._calls = [each.message_id for each in sent if isinstance(each, PendingCall)]
+            self._sent = sent
             if self.shared is not None:
                 self.shared.release()
         return sent
 
     def _ended(self, error: str) -> None:
         """Tell those who trace that all calls have ended; ``error`` says how, empty: with results."""
+        calls = [each.message_id for each in self._sent if isinstance(each, PendingCall)]
+        self._sent = ()  # replies may hold much memory
         if self._span is not None:
             self._span.end(error)
         if (tracer := self.worker.tracer) is not None:
-            tracer.group_called(self._began, describe(self.what), self._calls, bool(error))
+            tracer.group_called(self._began, describe(self.what), calls, bool(error))
+        self._began = 0
 
     def send_and_wait(self, send: Send) -> list[Any]:
         """Send the requests, wait for all replies, and return the results in the order of the members.
@@ -153,15 +156,15 @@ class GroupCall:
         """
         worker = self.worker
         port = worker.ports.acquire_any([peer.id for peer in self.peers])
-        sent: list[PendingCall | Exception] = []
         complete = False
         try:
             sent = self.send(send, port.number)
-            self._wait(sent, port)
-            complete = all([c.promise.exception() is None for c in sent if isinstance(c, PendingCall)])
-        except BaseException:
-            if may_wait_for_others():  # otherwise the members are to run it all the same
-                self._give_up(sent)
+            calls = [each for each in sent if isinstance(each, PendingCall)]
+            if calls:
+                self._wait(calls, port)
+            complete = all([c.promise.exception() is None or c.peer in worker.lost for c in calls])
+        except BaseException as e:
+            self._give_up(type(e).__name__)
             raise
         finally:
             if complete:
@@ -170,11 +173,8 @@ class GroupCall:
                 port.abandon(worker.ports.on_unexpected)
         return self.conclude([partial(_decode, worker, each) for each in sent])
 
-    def _wait(self, sent: Sequence[PendingCall | Exception], port: ReplyPort) -> None:
+    def _wait(self, calls: Sequence[PendingCall], port: ReplyPort) -> None:
         """Wait until each request has a reply, or has failed; it does by its deadline."""
-        calls = [each for each in sent if isinstance(each, PendingCall)]
-        if not calls:
-            return
         if not may_wait_for_others():
             raise refused_wait(self.what)
         ended = port.promise()
@@ -198,10 +198,15 @@ class GroupCall:
                     failed = not call.promise.done() or call.promise.exception() is not None
                     tracer.wait_ended(call.peer, call.message_id, failed)
 
-    def _give_up(self, sent: Iterable[PendingCall | Exception]) -> None:
-        for each in sent:
-            if isinstance(each, PendingCall):
-                self.worker.client.cancel(each)
+    def _give_up(self, why: str) -> None:
+        """Cancel what was sent. Idempotent."""
+        if not self._began:
+            return
+        if may_wait_for_others():  # otherwise the members are to run it all the same
+            for each in self._sent:
+                if isinstance(each, PendingCall):
+                    self.worker.client.cancel(each)
+        self._ended(why)
 
     def conclude(self, outcomes: Iterable[Callable[[], Any]]) -> list[Any]:
         """Return the results, which ``outcomes`` return or raise, in the order of the members.
@@ -219,7 +224,8 @@ class GroupCall:
                 errors[name] = copy_exception(e)  # its traceback would form a cycle with this frame
                 found.append(errors[name])
         results = {name: each for name, each in zip(names, found, strict=True) if name not in errors}
-        error = self._error(results, errors) if errors else None
+        late = [name for name, each in zip(names, self._sent, strict=True) if _timed_out(each)]
+        error = self._error(results, errors, late) if errors else None
         self._ended(str(error) if error else "")
         if error is None or self.errors == "return":
             return found
@@ -233,14 +239,21 @@ class GroupCall:
         counts = Counter(peer.name for peer in self.peers)
         return [p.name if counts[p.name] == 1 else f"{p.name} (member {i})" for i, p in enumerate(self.peers)]
 
-    def _error(self, results: dict[str, Any], errors: dict[str, Exception]) -> GroupError:
-        late = [name for name, error in errors.items() if isinstance(error, RpcTimeoutError)]
+    def _error(
+        self, results: dict[str, Any], errors: dict[str, Exception], late: Sequence[str]
+    ) -> GroupError:
         reasons = [f"{name}: {summarize(e)}" for name, e in errors.items() if name not in late]
         if late:
             reasons.insert(0, f"no reply within {self.seconds:g} s from {', '.join(late)}")
-        kind = GroupTimeoutError if len(late) == len(errors) else GroupError
+        in_time = [error for error in errors.values() if not isinstance(error, RpcTimeoutError)]
+        kind = GroupError if in_time else GroupTimeoutError
         what, count = describe(self.what), f"{len(errors)} of {len(self.peers)} members"
         return kind(f"{what} failed on {count} of the group: {'; '.join(reasons)}", results, errors)
+
+
+def _timed_out(sent: PendingCall | Exception) -> bool:
+    error = sent if isinstance(sent, Exception) else sent.promise.exception()
+    return isinstance(error, RpcTimeoutError)
 
 
 def _decode(worker: Worker, sent: PendingCall | Exception) -> Any:
