@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.transport.contract import Office, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ProtocolError
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import bulk
 from zmqgrad.transport.bulk import BufferPool, Reassembler, inline, split, split_first
 from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
@@ -253,3 +255,30 @@ def test_a_chunk_of_nothing_costs_a_counter(office: Office) -> None:
     a.mailbox.send(1, Hello("x"), 2, [b"more"])
     b.take(2)
     assert b.mailbox.statistics()["malformed"] == 2
+
+
+# ---- frames that are passed on ---------------------------------------------------------------------------
+
+
+def test_a_frame_of_shared_memory_is_assembled_in_shared_memory() -> None:
+    array = (ctypes.c_char * 10)()
+    asked = []
+
+    def allocate(size: int, deadline: Deadline) -> Any:
+        asked.append(size)
+        return array if size == 10 else "full"
+
+    assembly = Reassembler(allocate)
+    for stream, size, shared in [(1, 10, True), (2, 11, True), (3, 10, False)]:
+        assembly.add(3, Chunk(stream, 0, size, shared=shared), [bytearray(b"x" * size)])
+        assert bytes(assembly.take(3, stream, size)) == b"x" * size
+    assert bytes(array) == b"x" * 10
+    assert asked == [10, 11]
+
+
+def test_chunks_tell_that_their_frame_is_of_shared_memory() -> None:
+    array = (ctypes.c_char * 10)()
+    array.lease = object()  # as the arena marks its own
+    frames = [memoryview(array).cast("B"), memoryview(bytearray(10))]
+    _, chunks = split(PreparedFrames(None, frames), 4)
+    assert [chunk.shared for chunk, _ in chunks] == [True] * 3 + [False] * 3
