@@ -806,3 +806,13 @@ def test_memory_is_waited_for_until_readers_release_it(sides: tuple[Side, Side])
 def test_without_an_arena_nothing_is_shared() -> None:
     for a, _ in pair(OFF):
         assert a.transport.allocate(100, Deadline.after(0.0)) == "off"
+
+
+def test_memory_of_shared_blocks_returns_to_the_system(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    array = shared(a, 8 * MB)
+    before = a.transport.statistics()["memory"]
+    del array
+    for _ in range(4):  # the release, and the trims of an arena that is used, and is not any more
+        a.run_jobs()
+    assert a.transport.statistics()["memory"] <= before - 8 * MB

@@ -72,6 +72,9 @@ class Arena:
         self._writing: set[int] = set()  # leases that a thread is still writing to
         self._more: Counter[tuple[int, int]] = Counter()  # leases but one of shared blocks, by their place
         self._freed = threading.Condition(self._lock)
+        self._awaited = 0  # threads that wait for it
+        self.frees = 0
+        """How many blocks have been freed so far."""
         self._lease_numbers = itertools.count(1)
         self._lock_bytes = itertools.count(1)  # offsets of the bytes locked for peers
         self._unknown_releases = 0
@@ -155,10 +158,14 @@ class Arena:
                 if any(x.segment is lease.segment and x.offset == lease.offset for x in state.leases.values())
             ]
 
-    def wait_freed(self, seconds: float) -> None:
-        """Wait until a block is freed, at most ``seconds``."""
+    def wait_freed(self, frees: int, seconds: float) -> None:
+        """Wait until more than ``frees`` blocks have been freed, at most ``seconds``."""
         with self._freed:
-            self._freed.wait(seconds)
+            self._awaited += 1
+            try:
+                self._freed.wait_for(lambda: self.frees > frees or self._closed, seconds)
+            finally:
+                self._awaited -= 1
 
     def _free(self, leases: Iterable[Lease]) -> None:
         """Free the blocks of ``leases`` that nobody else has. Called with the lock held."""
@@ -166,7 +173,9 @@ class Arena:
             place = lease.segment.id, lease.offset
             if place not in self._more:
                 lease.segment.free_list.free(lease.offset)
-                self._freed.notify_all()
+                self.frees += 1
+                if self._awaited:
+                    self._freed.notify_all()
             elif self._more[place] > 1:
                 self._more[place] -= 1
             else:

@@ -154,14 +154,16 @@ class SharedMemoryTransport:
             return "off"
         while True:
             self._collect_dropped()
+            frees = self._arena.frees
             leases = self._arena.lease(OWN, [size])
             if not isinstance(leases, str):
                 break
             if leases != "full" or size > self._arena.limit or deadline.passed() or self._closed:
                 return leases
             with blocking_section():
-                self._arena.wait_freed(min(deadline.left(), RECLAIM_SECONDS))
+                self._arena.wait_freed(frees, min(deadline.left(), RECLAIM_SECONDS))
             self._arena.reclaim()
+        self._schedule_trim()
         (lease,) = leases
         array = lease.segment.block(lease.offset, size)
         array.lease = lease
@@ -240,10 +242,13 @@ class SharedMemoryTransport:
             frames.copy_of_all = result
             frames.on_release = partial(self._arena.release, owner, [lease.number for lease in result])
             result = self._arena.share(peer, result)
+        self._schedule_trim()
+        return result
+
+    def _schedule_trim(self) -> None:
         if not self._trim_scheduled:
             self._trim_scheduled = True
             self._schedule(TRIM_SECONDS, self._trim)
-        return result
 
     def offers(self, peer: int, prepared: PreparedFrames) -> list[Offer]:
         """Return the segments that ``peer`` needs for ``prepared``."""
