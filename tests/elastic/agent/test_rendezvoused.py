@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.support.waiting import eventually
-from zmqgrad.elastic.agent.events import CoordinatorEvent, Joined, RendezvousFailed
+from zmqgrad.elastic.agent.events import CoordinatorEvent, Joined, Notice, RendezvousFailed
 from zmqgrad.elastic.agent.ranks import NodeInfo
 from zmqgrad.elastic.agent.rendezvoused import RendezvousCoordinator
 from zmqgrad.elastic.backends.store import StoreBackend
 from zmqgrad.elastic.handler import RendezvousHandler
-from zmqgrad.elastic.settings import RendezvousSettings
+from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.errors import RendezvousConnectionError
+from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import HashStore, TCPStore
 
 WAIT = 20.0
@@ -45,3 +48,39 @@ def test_a_store_that_a_round_finds_lost_before_the_heartbeat_does_is_named() ->
     coordinator.close()
     client.close()
     state.close()
+
+
+def test_a_spare_has_the_whole_time_to_agree_once_it_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it has waited before; join_timeout is a second."""
+    monkeypatch.setattr("zmqgrad.elastic.agent.rendezvoused.LOOK_SECONDS", 0.05)
+    store = HashStore(WAIT)
+    settings = RendezvousSettings("job", 2, 2, RendezvousTimeout(join=1.0), keep_alive_interval=0.5)
+    member, other, spare = (RendezvousHandler(settings, StoreBackend(store, "job"), store) for _ in range(3))
+    with ThreadPoolExecutor(2) as pool:
+        [*pool.map(lambda handler: handler.next_rendezvous(), (member, other))]
+
+    def describe(restarts: int, node: str) -> NodeInfo:
+        return NodeInfo(node, "default", 1, restarts, "127.0.0.1", 1)
+
+    coordinator = RendezvousCoordinator(lambda: spare, describe)
+    seen: list[CoordinatorEvent] = []
+
+    def found(kind: type[CoordinatorEvent]) -> bool:
+        seen.extend(coordinator.events.take())
+        return any(isinstance(event, kind) for event in seen)
+
+    coordinator.join(0)
+    eventually(lambda: found(Notice))
+    began = MONOTONIC.now()
+    eventually(lambda: MONOTONIC.now() - began > 1.5)
+    other.leave()
+    formed = member.next_rendezvous()
+    began = MONOTONIC.now()
+    eventually(lambda: MONOTONIC.now() - began > 0.5 or found(RendezvousFailed))  # several looks
+    formed.store.set(f"agent/node/{formed.rank}", describe(0, str(member.node)).encode())
+    eventually(lambda: found(Joined) or found(RendezvousFailed))
+    assert found(Joined), seen
+    coordinator.close()
+    member.stop()
+    other.stop()
+    store.close()

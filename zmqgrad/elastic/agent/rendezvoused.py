@@ -152,9 +152,11 @@ class RendezvousCoordinator(Coordinator):
             self._opened = self._open()
             self._opened.notify = lambda text: self.events.post(Notice(text))
         handler = self._opened
-        deadline = Deadline.after(self._opened.settings.timeout.join)
+        deadline: Deadline | None = None
         while not self._closing.is_set():
             formed = handler.next_rendezvous()
+            # From here on, as this node may have been a spare for any time.
+            deadline = deadline or Deadline.after(handler.settings.timeout.join)
             self._is_lost = False
             formed.store.set_timeout(reply_seconds(handler.settings.expiry_seconds))
             try:
