@@ -139,6 +139,7 @@ def test_torchs_exit_barrier_ends_when_an_agent_is_lost() -> None:
     made = [create_handler("zmqgrad", endpoint, "job", 2, 2, **conf) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         adapted = [TorchrunHandler(handler, "zmqgrad", "127.0.0.1") for handler in made]
+        assert [handler.num_nodes_waiting() for handler in adapted] == [0, 0], "neither has joined yet"
         joined, _ = pool.map(lambda handler: handler.next_rendezvous(), adapted)
     made[1].stop()  # its heartbeats end
     with pytest.raises(StoreError, match=r"may never be set: .* left or was lost"):

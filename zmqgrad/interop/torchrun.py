@@ -94,6 +94,7 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
         self._handler = handler
         self._backend = backend
         self._local_addr = local_addr
+        self._has_joined = False
 
     def get_backend(self) -> str:
         """The name by which torchrun knows the backend."""
@@ -103,6 +104,7 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
         """As :meth:`zmqgrad.elastic.RendezvousHandler.next_rendezvous`, with a store that torch can use."""
         with _torchelastic_errors():
             formed = self._handler.next_rendezvous()
+        self._has_joined = True
         store = as_torch_store(RoundStore(formed.store, self._handler))
         info = torchelastic.RendezvousStoreInfo.build(formed.rank, store, self._local_addr)
         return torchelastic.RendezvousInfo(store, formed.rank, formed.world_size, info)
@@ -122,7 +124,8 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
         So the agent stops its workers when its lease ends, before other nodes may form a group without it.
         """
         waiting = self._handler.num_nodes_waiting()
-        return waiting if self._handler.lease_left() > 0 else max(1, waiting)
+        must_join_again = self._has_joined and self._handler.lease_left() <= 0
+        return max(1, waiting) if must_join_again else waiting
 
     def get_run_id(self) -> str:
         """Identifies the job."""
