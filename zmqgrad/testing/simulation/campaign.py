@@ -46,7 +46,7 @@ class Faults:
         partitions: how often nothing passes from a host to another, or between the two; of three hosts, it is
             not the first, where the store is.
         stalls: how often the I/O thread of libzmq does nothing in a process.
-        stops: how often a process is stopped, as by SIGSTOP.
+        stops: how often a process is stopped, as by SIGSTOP; of three hosts, none of the first.
         lasting: the longest time in seconds that a partition, a stall or a stop lasts.
         latency: the longest time in seconds that a packet takes between hosts.
         io: the longest time in seconds that an I/O thread of libzmq takes to act.
@@ -84,6 +84,7 @@ class Run:
             it tells of a loss, and is no failure.
         faults: what went wrong.
         killed: ranks of the workers that were killed before they ended.
+        stopped: ranks of those that were stopped.
         digest: of all scheduling points: two runs with the same one took the same way.
     """
 
@@ -93,6 +94,7 @@ class Run:
     losses: dict[int, str] = field(default_factory=dict)
     faults: Faults = Faults()
     killed: tuple[int, ...] = ()
+    stopped: tuple[int, ...] = ()
     digest: int = 0
     points: int = 0
     simulated_seconds: float = 0.0
@@ -280,8 +282,9 @@ def _prepare(
         began, stalled = _moment(rng, faults), rng.choice(world.processes).network
         scheduler.call_at(began, stalled.freeze)
         scheduler.call_at(began + rng.random() * faults.lasting, stalled.thaw)
+    may_stop = [p for p in world.processes if len(hosts) < 3 or p.network.host != hosts[0]]
     for _ in range(faults.stops):
-        stop = functools.partial(world.stop, rng.choice(world.processes), rng.random() * faults.lasting)
+        stop = functools.partial(world.stop, rng.choice(may_stop), rng.random() * faults.lasting)
         scheduler.call_at(_moment(rng, faults), stop)
     world.begin()
 
@@ -311,6 +314,7 @@ def _collect(world: World, run: Run) -> None:
     run.digest, run.points = scheduler.digest, scheduler.points
     run.simulated_seconds = scheduler.now() - 1.0
     run.killed = tuple(process.rank for process in world.processes if process.killed)
+    run.stopped = tuple(process.rank for process in world.processes if process.stopped)
     found = [] if run.failure is None else [run.failure]
     for process in world.processes:
         if process.killed:

@@ -40,6 +40,12 @@ KINDS = {
         oracles.check_members,
         3,
     ),
+    "freezes": Kind(
+        dynamic_programs.program_with_freezes,
+        Faults(latency=0.002, stops=1, lasting=12.0, within=1.0),
+        oracles.check_members,
+        3,
+    ),
     "deaths": Kind(
         dynamic_programs.program_with_deaths,
         Faults(latency=0.005, kills=1, within=0.25, io=0.002),

@@ -28,6 +28,9 @@ LIVES, STEPS = 2, 4
 LATE_SECONDS = 0.05
 """How late a worker joins, at most."""
 
+FROZEN_SECONDS = 2.0
+"""How long a worker may be silent, if others are not to lose it."""
+
 FIRST = "worker0"
 
 __all__ = ["Life", "StepFailure", "executed", "failures", "lives", "operations", "program", "unresolved"]
@@ -109,6 +112,16 @@ def program_with_suspicions(rank: int) -> dict[str, str]:
     """Runs worker ``rank`` of a group in which workers lose each other that the others can reach."""
     member = Member(rank)
     member.options = rpc.RpcBackendOptions(rpc_timeout=PATIENCE, liveness_timeout=1.0, refused_timeout=1.0)
+    member.pause = 2.0
+    member.live(0)
+    return outcomes
+
+
+def program_with_freezes(rank: int) -> dict[str, str]:
+    """Runs worker ``rank`` of a group in which one is stopped for long. Only worker 1 loses who is silent."""
+    member = Member(rank)
+    frozen = FROZEN_SECONDS if rank == 1 else 0.0
+    member.options = rpc.RpcBackendOptions(PATIENCE, liveness_timeout=1.0, frozen_timeout=frozen)
     member.pause = 2.0
     member.live(0)
     return outcomes

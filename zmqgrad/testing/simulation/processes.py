@@ -58,7 +58,7 @@ class Process:
         self.view: dict[str, ModuleType] = {}
         """The copies, by name."""
         self.running = False
-        self.killed = False
+        self.killed = self.stopped = False
         self.value: Any = None
         self.error: BaseException | None = None
         self.threads_left: list[str] = []
@@ -283,6 +283,7 @@ class World(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def stop(self, process: Process, seconds: float) -> None:
         """Stops a process for a while: none of its code runs, and what others send it waits."""
+        process.stopped = True
         self.scheduler.stop(process)
         process.network.freeze()
         self.scheduler.call_at(self.scheduler.now() + seconds, functools.partial(self._resume, process))
