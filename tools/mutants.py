@@ -64,6 +64,12 @@ MUTANTS = {
         "            self._lost[worker] = error\n            self._fail_if_lost()\n",
         "            self._lost[worker] = error\n",
     ),
+    "pass-sender": Mutant(  # a pass waits for gradients that were lost with their sender
+        "autograd/engine/termination.py",
+        "                if receiver != self._root:\n"
+        "                    lost = lost or self._lost.get(sender)\n",
+        "",
+    ),
     "pass-overtaken": Mutant(  # a report that has overtaken another is forgotten
         "autograd/engine/termination.py",
         "                    if self._outstanding.pop(request, None) is None:\n"
@@ -91,6 +97,26 @@ MUTANTS = {
         "                    if (idle := self.on_idle()) is not None:\n"
         "                        self.tasks.append(idle)\n",
         "",
+    ),
+    "flush-dies": Mutant(  # a connection that closes while its queue is sent ends the thread that sends
+        "transport/links.py",
+        '        except OSError as e:\n            logger.debug("%s: the connection to %s has ended',
+        '        except BlockingIOError as e:\n            logger.debug("%s: the connection to %s has ended',
+    ),
+    "accuse-alone": Mutant(  # a worker that one other has lost is lost for all
+        "rpc/membership/suspicion.py",
+        "        if self._has_ended(record):\n            self._confirm",
+        "        if True:\n            self._confirm",
+    ),
+    "stop-counted": Mutant(  # the time that a worker was stopped counts as silence of the others
+        "transport/heartbeat/failure_detector.py",
+        "min(now - self._ticked, self.interval)",
+        "now - self._ticked",
+    ),
+    "close-cached": Mutant(  # the process that serves the state of a rendezvous closes by what it last read
+        "elastic/handler.py",
+        "                self._executor.run(retire, self._clock.now() + LEAVE_SECONDS)\n",
+        "                pass\n",
     ),
     "barrier-number": Mutant(  # successive barriers of the same workers are taken for one
         "rpc/membership/collectives.py", "return next(self._numbers[names])", "return 0"
