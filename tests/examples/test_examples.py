@@ -20,13 +20,19 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 DIGITS = EXAMPLES / "digits_pipeline.py"
 BACKENDS = ("zmqgrad", "torch")
+VARIABLES = {
+    "MASTER_ADDR": "localhost",
+    "COLUMNS": "120",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 
 def run(*command: object, seconds: float) -> str:
     """What a Python command prints; its stderr is shown if it fails."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        env={**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "COLUMNS": "120"},
+        env={**os.environ, **VARIABLES, "MASTER_PORT": str(free_port())},
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -173,6 +179,14 @@ def run_example(name: str, backend: str, *options: object, seconds: float = 90) 
     return run("-W", "ignore", EXAMPLES / name, "--backend", backend, *options, seconds=seconds)
 
 
+def run_over(name: str, over: str, *options: object) -> str:
+    """The output of an example, or of its version for Ray."""
+    if over == "ray":
+        pytest.importorskip("ray", reason="the version for comparison needs it")
+        name += "_ray"
+    return run(EXAMPLES / f"{name}.py", *options, seconds=180)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_parameter_server_trains_a_model_that_classifies_spirals(backend: str) -> None:
@@ -194,6 +208,17 @@ def test_a_batch_update_computes_the_same_over_both_rpcs() -> None:
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
     assert losses[0][-1] < 0.1 * losses[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("over", ["zmqgrad", "ray"])
+def test_a_group_of_trainers_computes_what_one_process_does(over: str) -> None:
+    output = run_over("group_parameter_server", over, "--steps", 60)
+    assert number(r"largest difference to one process: (\S+)", output) < 1e-6
+    losses = re.findall(r"^step +\d+: mean loss of 3 trainers ([\d.]+)$", output, re.MULTILINE)
+    assert len(losses) == 4
+    assert float(losses[-1]) < 0.1 * float(losses[0])
 
 
 @pytest.mark.slow
