@@ -254,6 +254,21 @@ def test_the_pole_stays_upright_for_longer(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("over", ["zmqgrad", "ray"])
+def test_actors_with_published_weights_learn_to_balance(over: str) -> None:
+    output = run_over("published_weights", over, "--workers", 3)
+    updates = re.findall(r"episode +([\d.]+), staleness [\d.]+, at most (\d+)", output)
+    rewards = [float(reward) for reward, _ in updates]
+    assert len(rewards) == 15
+    assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
+    used = re.findall(r"^actor\d: \d+ episodes with (\d+) of 16 versions$", output, re.MULTILINE)
+    assert len(used) == 2
+    assert max(map(int, used)) >= 8  # they moved to newer versions
+    assert max(int(staleness) for _, staleness in updates) < 8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_micro_batches_do_not_change_the_losses(backend: str) -> None:
     output = run_example("resnet_pipeline.py", backend)
