@@ -269,6 +269,19 @@ def test_actors_with_published_weights_learn_to_balance(over: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("over", ["zmqgrad", "ray"])
+def test_many_workers_count_what_one_process_does(over: str) -> None:
+    """With more parts than are begun while the slow worker is at its first one."""
+    output = run_over("map_reduce_evaluation", over, "--workers", 4, "--parts", 11)
+    assert "one process counts the same" in output
+    assert number(r"accuracy ([\d.]+)% on 220000 points", output) > 80
+    done = re.search(r"^parts of each: (.*)$", output, re.MULTILINE)
+    assert done is not None, output
+    assert sum(int(count) for count in re.findall(r" (\d+)(?:,|$)", done[1])) == 11
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_micro_batches_do_not_change_the_losses(backend: str) -> None:
     output = run_example("resnet_pipeline.py", backend)
