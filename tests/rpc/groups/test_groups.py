@@ -247,7 +247,7 @@ def test_map_gives_each_member_its_own_arguments(four: Cluster) -> None:
     assert group.map(scaled, [(1,), (2,)]) == [1, 2]
     assert group.map(scaled, ([x] for x in "ab"), {"by": 2}) == ["aa", "bb"]
     assert group.map_async(scaled, [(1, 2), (3, 4)]).wait() == [2, 12]
-    with pytest.raises(ConfigurationError, match="map got 3 sets of arguments for 2 members"):
+    with pytest.raises(ConfigurationError, match=r"map got 3 sets .* for 2 members.*choose_async"):
         group.map(scaled, [(1,), (2,), (3,)])
     with pytest.raises(PayloadError, match=r"for one argument write args=\(x,\)"):
         group.map(scaled, torch.ones(2))

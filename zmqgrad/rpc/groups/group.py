@@ -206,7 +206,8 @@ class WorkerGroup(Sequence[WorkerInfo]):
         if len(each) != len(group_call.peers):
             raise ConfigurationError(
                 f"map got {len(each)} sets of arguments for {len(group_call.peers)} members of {self!r}: "
-                f"give one tuple of arguments for each member, in the order of the members"
+                f"give one tuple of arguments for each member, in the order of the members; choose_async "
+                f"divides any number of calls among them"
             )
 
         def send(index: int, peer: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
