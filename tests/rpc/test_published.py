@@ -200,6 +200,7 @@ def test_nothing_is_published(trio: Cluster) -> None:
     [
         (3, ArgumentTypeError, "a module or its state_dict"),
         ([torch.ones(1)], ArgumentTypeError, "a module or its state_dict"),
+        (torch.nn.ReLU(), ArgumentTypeError, "there are no tensors"),
         ({"step": 3}, ArgumentTypeError, "'step' is a int.*Leave it out"),
         ({3: torch.ones(1)}, ArgumentTypeError, "tensors with a name"),
         ({"a": {"b": torch.ones(1)}}, ArgumentTypeError, "'a' is a dict"),

@@ -288,6 +288,11 @@ def _checked(tensors: Any) -> dict[str, torch.Tensor]:
             f"publish: pass a module or its state_dict(), a mapping of names to tensors, not "
             f"{type(tensors).__name__}"
         )
+    if not tensors:
+        raise ArgumentTypeError(
+            "publish: there are no tensors: pass a module that has parameters or buffers, or a mapping of "
+            "names to tensors"
+        )
     checked: dict[str, torch.Tensor] = {}
     for key, t in tensors.items():
         if not isinstance(key, str) or not isinstance(t, torch.Tensor):
