@@ -270,12 +270,13 @@ def test_versions_are_whole_while_others_are_published(trio: Cluster) -> None:
 def test_a_closed_subscription_is_dropped(trio: Cluster) -> None:
     rpc.publish("policy", state(1.0))
     subscription = rpc.subscribe("policy")
+    assert repr(subscription) == "<Subscription to 'policy', version 1>"
     subscription.close()
     subscription.close()
     rpc.publish("policy", state(2.0))
     with pytest.raises(NotInitializedError, match="was closed"):
         subscription.wait()
-    assert subscription.version == 1
+    assert repr(subscription) == "<Subscription to 'policy', closed, version 1>"
     eventually(lambda: trio.workers[0].is_idle())
 
 

@@ -164,6 +164,9 @@ class Subscription:
             last = found.version
             yield found
 
+    def __repr__(self) -> str:
+        return f"<Subscription to {self._name!r}, {'closed, ' if self._closed else ''}version {self.version}>"
+
     def close(self) -> None:
         """Fetch no more. Tensors that were read stay valid. Idempotent."""
         self._follower.close()
