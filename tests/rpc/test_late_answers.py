@@ -97,7 +97,7 @@ def test_a_reply_that_is_read_while_the_call_times_out(pair: list[Worker]) -> No
         assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]
     worker = current_worker()
     call = worker.call(1, give_rref, (False,), waits=True)
-    channel: Any = call.port._channel
+    channel: Any = call.port.held[0]
     expired = worker.client.pending.expire(call.deadline + 1)  # and no notification
     assert expired == [call]
 
