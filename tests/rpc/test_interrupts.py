@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import CodeType, FrameType
@@ -93,3 +94,29 @@ def test_an_interrupt_at_any_moment_loses_no_reply_channel(pair: list[Worker]) -
     for worker in pair:
         worker.close("the test is over")
         assert worker.join(Deadline.after(WAIT)) == []
+
+
+closing, may_go_on = threading.Event(), threading.Event()
+kept: list[Any] = []
+
+
+class Slow:
+    """Takes its time to be freed, as its owner closes."""
+
+    def __del__(self) -> None:
+        closing.set()
+        may_go_on.wait(WAIT)
+
+
+def test_a_thread_that_cannot_wait_ends_nothing_that_closing_needs(pair: list[Worker]) -> None:
+    """It ended the timer, which closes sockets: they, the context and two threads were left."""
+    rpc.rpc_sync(1, kept.append, args=(rpc.RRef(Slow()),))
+    thread = threading.Thread(target=pair[0].close)
+    thread.start()
+    assert closing.wait(WAIT)
+    pair[0].close()
+    assert pair[0].join(Deadline.after(0.2)) != []
+    may_go_on.set()
+    thread.join(WAIT)
+    kept.clear()
+    assert pair[0].join(Deadline.after(WAIT)) == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 
 import torch
@@ -76,6 +77,7 @@ class Worker(WorkerCore):
         self.reply = self.server.reply
         self.references.connect(self.request, self.reply)
         self.directory = Directory(self)
+        self._is_shut = threading.Event()  # close() has done its work
 
     def _prepare_thread(self) -> None:
         """Initializes a new engine thread: sets its current worker and torch's number of threads.
@@ -172,20 +174,25 @@ class Worker(WorkerCore):
         if self.closed:
             return
         self.closed = True
-        self.membership.close()
-        for callback in self.hooks.closing:
-            callback()
-        self.replies.queue.close()
-        self.client.fail_all(RpcError(f"worker {self.name} was shut down while this call was on its way"))
-        self.pool.close()
-        self.replies.queue.finish()
-        self.references.close()
-        self.mailbox.close(goodbye)
-        self.server.repeats.close()
-        tap.unregister(self)
+        try:
+            self.membership.close()
+            for callback in self.hooks.closing:
+                callback()
+            self.replies.queue.close()
+            self.client.fail_all(RpcError(f"worker {self.name} was shut down while this call was on its way"))
+            self.pool.close()
+            self.replies.queue.finish()
+            self.references.close()
+            self.mailbox.close(goodbye)
+            self.server.repeats.close()
+            tap.unregister(self)
+        finally:
+            self._is_shut.set()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait until ``deadline`` for all threads to end; returns the names of those that have not."""
+        if not self._is_shut.wait(deadline.timeout()):  # another thread is still closing it
+            return [f"{self.name}-close"]
         left = self.pool.join(deadline) + self.mailbox.join(deadline)
         self.timer.close()  # last: the mailbox needs it to close its sockets
         return left + self.timer.join(deadline)
