@@ -33,6 +33,9 @@ from zmqgrad.transport.base import Mailbox, PeerAddress, PeerEnd
 
 logger = logging.getLogger(__name__)
 
+OWN_THREADS_SECONDS = 1.0
+"""How long threads that run no code of the program have to end after others have used up the time."""
+
 
 class Worker(WorkerCore):
     """A member of a group.
@@ -193,7 +196,10 @@ class Worker(WorkerCore):
         """Wait until ``deadline`` for all threads to end; returns the names of those that have not."""
         if not self._is_shut.wait(deadline.timeout()):  # another thread is still closing it
             return [f"{self.name}-close"]
-        left = self.pool.join(deadline) + self.mailbox.join(deadline)
+        left = self.pool.join(deadline)
+        if left:  # in code of the program, on which the other threads do not depend: they end all the same
+            deadline = Deadline.after(max(deadline.left(), OWN_THREADS_SECONDS))
+        left += self.mailbox.join(deadline)
         self.timer.close()  # last: the mailbox needs it to close its sockets
         return left + self.timer.join(deadline)
 
