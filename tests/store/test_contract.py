@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.etcd import EtcdCluster, needs_etcd
 from tests.support.waiting import eventually
 from zmqgrad.errors import ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.future import Promise
-from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, connection
+from zmqgrad.store import EtcdStore, FileStore, HashStore, PrefixStore, Store, TCPStore, connection
 from zmqgrad.wire.messages import MAX_KEY, MAX_VALUE
 
 PATIENCE = 20.0
@@ -38,11 +40,23 @@ KINDS = [
     "prefix of tcp",
     "prefix of file",
     "prefix of prefix",
+    pytest.param("etcd", marks=[pytest.mark.processes, needs_etcd]),
+    pytest.param("prefix of etcd", marks=[pytest.mark.processes, needs_etcd]),
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def etcd(request: pytest.FixtureRequest) -> Iterator[EtcdCluster | None]:
+    """A cluster for all tests of this module, if any of those that are selected needs it."""
+    if not any("etcd" in item.name for item in request.session.items if item.path == request.path):
+        yield None
+        return
+    with EtcdCluster(3) as cluster:
+        yield cluster
+
+
 @pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path, etcd: EtcdCluster | None) -> Iterator[Store]:
     beneath: Store
     if "tcp" in request.param:
         secret = "the secret of this job" if "keyed" in request.param else None
@@ -54,6 +68,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
             secret=secret,
             fast_path="no fast path" not in request.param,
         )
+    elif "etcd" in request.param:
+        assert etcd is not None
+        beneath = EtcdStore(etcd.endpoint, secrets.token_hex(8), PATIENCE)
     elif "file" in request.param:
         beneath = FileStore(str(tmp_path / "store"), 1, PATIENCE)
     else:
@@ -92,7 +109,7 @@ def until_parked(store: Store, count: int) -> None:
     """Return once ``count`` queries wait in ``store``."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    assert isinstance(store, (TCPStore, FileStore, HashStore))
+    assert isinstance(store, (TCPStore, FileStore, HashStore, EtcdStore))
     eventually(lambda: store.statistics()["parked"], lambda parked: parked == count, PATIENCE)
 
 
@@ -455,7 +472,7 @@ def test_a_view_of_something_else_is_refused() -> None:
 def test_every_call_of_the_contract_is_public_everywhere() -> None:
     """No store adds arguments to the contract, so that one can take the place of another."""
     names = [name for name in vars(Store) if not name.startswith("_")]
-    for cls in (TCPStore, FileStore, HashStore, PrefixStore):
+    for cls in (TCPStore, FileStore, HashStore, EtcdStore, PrefixStore):
         for name in names:
             if callable(getattr(Store, name)):
                 ours, theirs = (inspect.signature(getattr(c, name)) for c in (cls, Store))

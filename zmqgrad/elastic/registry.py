@@ -14,6 +14,7 @@ from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import new_node
 from zmqgrad.elastic.state_holder import RendezvousBackend
 from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
+from zmqgrad.store.etcd.cluster import ETCD_PORT
 from zmqgrad.transport.bind_policy import check_bind_address, tcp_address
 from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.security import load_keys
@@ -22,8 +23,6 @@ T = TypeVar("T")
 
 READ_TIMEOUT_SECONDS = 60.0
 """Default timeout of stores."""
-
-ETCD_PORT = 2379
 
 _TIMEOUTS = {f"{name}_timeout": name for name in ("join", "last_call", "close", "heartbeat")}
 _COMMON = (*_TIMEOUTS, "keep_alive_interval", "keep_alive_max_attempt")

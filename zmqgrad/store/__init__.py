@@ -1,7 +1,7 @@
 """Key-value stores that processes share, with the interface of ``torch.distributed``'s, and watches.
 
-``TCPStore`` is a client of a :class:`StoreServer`; ``FileStore`` is an SQLite file; ``HashStore`` serves the
-threads of one process; ``PrefixStore`` is a view of another store.
+``TCPStore`` is a client of a :class:`StoreServer`; ``FileStore`` is an SQLite file; ``EtcdStore`` is an etcd
+cluster; ``HashStore`` serves the threads of one process; ``PrefixStore`` is a view of another store.
 
 Guarantees: importing this does not import torch. Calls are linearizable. Every wait has a deadline. Clients
 reconnect to a restarted server. P8 and P9 of docs/guarantees.md.
@@ -15,6 +15,8 @@ from __future__ import annotations
 from zmqgrad.errors import QueueEmptyError, StoreError, TransportError, ZmqgradError
 from zmqgrad.store.base import Store
 from zmqgrad.store.client import TCPStore
+from zmqgrad.store.etcd.cluster import EtcdOptions
+from zmqgrad.store.etcd.store import EtcdStore
 from zmqgrad.store.events import PrefixCallback, WatchCallback, WatchEvent
 from zmqgrad.store.file import FileStore
 from zmqgrad.store.local import HashStore
@@ -31,6 +33,8 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "EtcdOptions",
+    "EtcdStore",
     "FileStore",
     "HashStore",
     "PrefixCallback",

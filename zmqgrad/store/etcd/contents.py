@@ -1,0 +1,433 @@
+"""Keys and queues of an :class:`~zmqgrad.store.etcd.store.EtcdStore` as the state machine sees them.
+
+For one query there is one :class:`EtcdContents`. It reads at one revision of the cluster, keeps what the
+query writes, and gives both as the parts of a transaction, which fails if anything that was read has changed.
+
+    <base>k/<key>               a value
+    <base>q/<queue>/<item>      an item of a queue; etcd orders them by the revision that created them
+    <base>c/<id>/<number>       a part of a large value or item
+    <base>r/<client>            the id of the last change of a client, so that it recognizes a repetition
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from zmqgrad.store.contents import Item
+from zmqgrad.store.etcd.cluster import after_prefix, decode, encode
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target, prefix_matches
+from zmqgrad.wire.messages import (
+    Message,
+    StoreAdd,
+    StoreAppend,
+    StoreCheck,
+    StoreCompareSet,
+    StoreDeleteKey,
+    StoreGet,
+    StoreMultiGet,
+    StoreQueuePop,
+    StoreWait,
+    StoreWatchKey,
+    StoreWatchPrefix,
+)
+
+INLINE_BYTES = 64 << 10
+"""Larger values are stored in parts, as are others that would make a transaction too large."""
+
+TRANSACTION_BYTES = 512 << 10
+"""Limit of the values in one transaction. By default etcd accepts 1.5 MiB."""
+
+PART_BYTES = 1 << 20
+
+MAX_OPERATIONS = 50
+"""Operations of one transaction, or nested transactions in one. By default etcd accepts 128 in all levels."""
+
+MAX_WRITES = MAX_OPERATIONS * MAX_OPERATIONS
+
+NEEDS_VALUES = frozenset(
+    {StoreGet, StoreMultiGet, StoreAdd, StoreAppend, StoreCompareSet, StoreWatchKey, StoreWatchPrefix}
+)
+"""Queries that need what their keys hold."""
+
+READS_KEYS = frozenset({*NEEDS_VALUES, StoreCheck, StoreWait, StoreDeleteKey}) - {StoreWatchPrefix}
+"""Queries that first read all the keys that they name."""
+
+Read = Callable[[Sequence[dict[str, Any]], int], tuple[int, list[dict[str, Any]]]]
+"""(ranges, revision; 0: the newest) -> the revision that was read, and the results."""
+
+
+class Layout:
+    """The names of etcd's keys of one store.
+
+    Args:
+        base: the prefix of all of them.
+    """
+
+    def __init__(self, base: bytes) -> None:
+        self.base = base
+        self.keys, self.items = base + b"k/", base + b"q/"
+
+    def key(self, key: str) -> bytes:
+        """The place of the value of ``key``."""
+        return self.keys + key.encode()
+
+    def queue(self, name: str) -> bytes:
+        """The prefix of the items of the queue ``name``. No name is a prefix of another."""
+        return self.items + name.encode().hex().encode() + b"/"
+
+    def parts(self, number: str) -> bytes:
+        """The prefix of the parts of a large value."""
+        return self.base + b"c/" + number.encode() + b"/"
+
+    def part(self, number: str, index: int) -> bytes:
+        """The place of one part."""
+        return self.parts(number) + b"%08d" % index
+
+    def client(self, number: str) -> bytes:
+        """The place of the last change of a client."""
+        return self.base + b"r/" + number.encode()
+
+
+class Stored(NamedTuple):
+    """A value as it is stored: itself, or where its parts are."""
+
+    data: bytes
+
+    @property
+    def parts(self) -> tuple[str, int] | None:
+        """The id and the number of its parts; None if it is whole."""
+        if self.data[:1] != b"\1":
+            return None
+        number, _, count = self.data[1:].decode().partition(" ")
+        return number, int(count)
+
+    @property
+    def value(self) -> bytes:
+        """The value, which is whole."""
+        return self.data[1:]
+
+    @staticmethod
+    def whole(value: bytes) -> bytes:
+        """``value`` as it is stored if it is not large."""
+        return b"\0" + value
+
+    @staticmethod
+    def in_parts(number: str, count: int) -> bytes:
+        """What stands for a large value."""
+        return b"\1" + f"{number} {count}".encode()
+
+
+class _Found(NamedTuple):
+    """What is stored at a place, and the revision that wrote it; 0 if there is nothing."""
+
+    modified: int
+    data: bytes
+
+
+class _Values(Mapping[str, bytes]):
+    """The keys and their values."""
+
+    def __init__(self, contents: EtcdContents) -> None:
+        self._contents = contents
+
+    def __getitem__(self, key: str) -> bytes:
+        value = self._contents.value(key)
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, str)
+        return self._contents.has(key)
+
+    def __len__(self) -> int:
+        return len(self._contents.keys("", internal=True))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._contents.keys("", internal=True))
+
+
+class _Queues:
+    """The queues that are not empty."""
+
+    def __init__(self, contents: EtcdContents) -> None:
+        self._contents = contents
+
+    def __len__(self) -> int:
+        raise NotImplementedError("nothing counts the queues of etcd")
+
+    def __contains__(self, name: object) -> bool:
+        assert isinstance(name, str)
+        return self._contents.first_item(name) is not None
+
+    def get(self, name: str, default: object = ()) -> range:
+        """A range as long as the queue ``name``."""
+        return range(self._contents.queue_length(name))
+
+
+class EtcdContents:
+    """Storage of the state machine for one query (:class:`~zmqgrad.store.contents.Storage`).
+
+    It makes no notifications: etcd has its own.
+
+    Args:
+        query: what the state machine will execute; what it probably reads is read together.
+        read: reads from the cluster.
+    """
+
+    def __init__(self, layout: Layout, query: Message, read: Read) -> None:
+        self._layout = layout
+        self._read_ranges = read
+        self._wants_values = type(query) in NEEDS_VALUES
+        self._wants_items = type(query) is StoreQueuePop
+        self.revision = 0
+        """The revision of the cluster that was read; 0 before."""
+        self._found: dict[bytes, _Found] = {}
+        self._items: dict[str, tuple[bytes, _Found] | None] = {}  # the first of each queue
+        self._written: dict[str, bytes | None] = {}
+        self._pushed: list[tuple[str, bytes]] = []
+        self._popped: list[tuple[bytes, _Found]] = []
+        self._prefixed: dict[str, dict[str, bytes]] = {}
+        self.values = _Values(self)
+        self.queues = _Queues(self)
+        self.watched = 0
+        if type(query) in READS_KEYS:
+            self._prefetch(query.keys if hasattr(query, "keys") else [query.key])  # type: ignore[attr-defined]
+
+    # ---- reading ----------------------------------------------------------------------------------------
+
+    def _read(self, ranges: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The results of ``ranges``, all at one revision."""
+        results: list[dict[str, Any]] = []
+        for start in range(0, len(ranges), MAX_OPERATIONS):
+            self.revision, found = self._read_ranges(ranges[start : start + MAX_OPERATIONS], self.revision)
+            results += found
+        return results
+
+    def _prefetch(self, keys: Iterable[str]) -> None:
+        places = list(dict.fromkeys(map(self._layout.key, keys)))
+        ranges = [{"key": encode(place), "keys_only": not self._wants_values} for place in places]
+        for place, result in zip(places, self._read(ranges), strict=True):
+            self._found[place] = _first(result)[1]
+
+    def _find(self, place: bytes, *, with_value: bool) -> _Found:
+        found = self._found.get(place)
+        if found is None or (with_value and found.modified and not found.data):
+            ranges = [{"key": encode(place), "keys_only": not with_value}]
+            found = self._found[place] = _first(self._read(ranges)[0])[1]
+        return found
+
+    def has(self, key: str) -> bool:
+        """Whether ``key`` exists."""
+        if key in self._written:
+            return self._written[key] is not None
+        return self._find(self._layout.key(key), with_value=False).modified > 0
+
+    def value(self, key: str) -> bytes | None:
+        """The value of ``key``; None if it does not exist."""
+        if key in self._written:
+            return self._written[key]
+        for known in self._prefixed.values():
+            if key in known:
+                return known[key]
+        found = self._find(self._layout.key(key), with_value=True)
+        return self._whole(found.data) if found.modified else None
+
+    def _whole(self, data: bytes) -> bytes:
+        stored = Stored(data)
+        if stored.parts is None:
+            return stored.value
+        number, count = stored.parts
+        parts = []
+        for index in range(count):  # one by one: together, they may be more than a reply can hold
+            (result,) = self._read([{"key": encode(self._layout.part(number, index))}])
+            parts.append(_first(result)[1].data)
+        return b"".join(parts)
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys, without the library's own."""
+        start = self._layout.keys
+        # Those of the library begin with a zero byte, so all others come behind them.
+        first = start + bytes([INTERNAL_PREFIX.encode()[0] + 1])
+        (result,) = self._read(
+            [{"key": encode(first), "range_end": encode(after_prefix(start)), "count_only": True}]
+        )
+        return int(result.get("count", 0)) + self.has("")
+
+    def keys(self, prefix: str, internal: bool = False) -> list[str]:
+        """The sorted keys that begin with ``prefix``; internal keys only if ``prefix`` is internal."""
+        known = self._prefixed.get(prefix)
+        if known is None:
+            start = self._layout.key(prefix)
+            (result,) = self._read(
+                [
+                    {
+                        "key": encode(start),
+                        "range_end": encode(after_prefix(start)),
+                        "keys_only": not self._wants_values,
+                    }
+                ]
+            )
+            pairs = [
+                (decode(kv["key"])[len(self._layout.keys) :].decode(), decode(kv.get("value")))
+                for kv in result.get("kvs", ())
+            ]
+            found = [(key, data) for key, data in pairs if internal or prefix_matches(prefix, key)]
+            if self._wants_values:
+                known = self._prefixed[prefix] = {key: self._whole(data) for key, data in found}
+            else:
+                return sorted(key for key, _ in found)
+        return sorted(known)
+
+    def first_item(self, name: str) -> tuple[bytes, _Found] | None:
+        """The place of the first item of the queue ``name``, and what is there; None if it is empty."""
+        if name not in self._items:
+            (result,) = self._read(
+                [
+                    {
+                        **self._range_of(name),
+                        "limit": 1,
+                        "sort_order": "ASCEND",
+                        "sort_target": "CREATE",
+                        "keys_only": not self._wants_items,
+                    }
+                ]
+            )
+            place, found = _first(result)
+            self._items[name] = (place, found) if found.modified else None
+        return self._items[name]
+
+    def queue_length(self, name: str) -> int:
+        """Number of items in the queue ``name``."""
+        (result,) = self._read([{**self._range_of(name), "count_only": True}])
+        return int(result.get("count", 0))
+
+    def _range_of(self, name: str) -> dict[str, Any]:
+        prefix = self._layout.queue(name)
+        return {"key": encode(prefix), "range_end": encode(after_prefix(prefix))}
+
+    # ---- writing ----------------------------------------------------------------------------------------
+
+    def put(self, key: str, value: bytes, notifications: list[Any]) -> None:
+        """Set ``key``."""
+        self._written[key] = value
+
+    def delete(self, key: str, notifications: list[Any]) -> bool:
+        """Delete ``key``. Returns whether it existed."""
+        existed = self.has(key)
+        if existed:
+            self._written[key] = None
+        return existed
+
+    def push(self, name: str, value: bytes) -> None:
+        """Append ``value`` to the queue ``name``."""
+        self._pushed.append((name, value))
+
+    def pop(self, name: str) -> Item:
+        """Remove and return the first item of the non-empty queue ``name``."""
+        first = self.first_item(name)
+        assert first is not None
+        self._popped.append(first)
+        self._items[name] = None
+        return Item(first[1].modified, self._whole(first[1].data))
+
+    def delivered(self, item: Item) -> None:
+        """Does nothing: the item leaves the cluster with the transaction."""
+
+    def watch(self, target: Target) -> None:
+        """Does nothing: etcd makes the notifications."""
+
+    def unwatch(self, target: Target) -> None:
+        """Does nothing: etcd makes the notifications."""
+
+    # ---- the transaction --------------------------------------------------------------------------------
+
+    def changes(self) -> bool:
+        """Whether the query has changed anything."""
+        return bool(self._written or self._pushed or self._popped)
+
+    def writes(self) -> int:
+        """How many keys and items the query has changed."""
+        return len(self._written) + len(self._pushed) + len(self._popped)
+
+    def comparisons(self) -> list[dict[str, Any]]:
+        """What must hold so that nothing that was read has changed."""
+        read = {**self._found, **dict(self._popped)}
+        return [
+            {"key": encode(place), "target": "MOD", "result": "EQUAL", "mod_revision": found.modified}
+            for place, found in read.items()
+        ]
+
+    def operations(self, save: Callable[[str, Sequence[bytes]], None]) -> list[dict[str, Any]]:
+        """What the transaction is to do.
+
+        Args:
+            save: called with the id and the parts of each large value, to write them before.
+        """
+        room = TRANSACTION_BYTES
+        operations: list[dict[str, Any]] = []
+        places: list[tuple[bytes, bytes]] = [
+            (self._layout.key(key), value) for key, value in self._written.items() if value is not None
+        ]
+        places += [
+            (self._layout.queue(name) + secrets.token_hex(8).encode(), value) for name, value in self._pushed
+        ]
+        for place, value in places:
+            if len(value) <= min(INLINE_BYTES, room):
+                room -= len(value)
+                data = Stored.whole(value)
+            else:
+                number, parts = secrets.token_hex(8), _split(value)
+                save(number, parts)
+                operations += [
+                    _put(self._layout.part(number, index), ignore_value=True) for index in range(len(parts))
+                ]
+                data = Stored.in_parts(number, len(parts))
+            operations.append(_put(place, value=encode(data), prev_kv=True))
+        deleted = [self._layout.key(key) for key, value in self._written.items() if value is None]
+        deleted += [place for place, _ in self._popped]
+        operations += [{"request_delete_range": {"key": encode(place), "prev_kv": True}} for place in deleted]
+        return operations
+
+
+def nested(operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``operations``, in nested transactions if they are many."""
+    if len(operations) <= MAX_OPERATIONS:
+        return list(operations)
+    return [
+        {"request_txn": {"success": list(operations[start : start + MAX_OPERATIONS])}}
+        for start in range(0, len(operations), MAX_OPERATIONS)
+    ]
+
+
+def _put(place: bytes, **content: Any) -> dict[str, Any]:
+    return {"request_put": {"key": encode(place), **content}}
+
+
+def _split(value: bytes) -> list[bytes]:
+    return [value[start : start + PART_BYTES] for start in range(0, len(value), PART_BYTES)]
+
+
+def _first(result: dict[str, Any]) -> tuple[bytes, _Found]:
+    """The first place that a range has found, and what is there."""
+    kvs = result.get("kvs")
+    if not kvs:
+        return b"", _Found(0, b"")
+    return decode(kvs[0]["key"]), _Found(int(kvs[0]["mod_revision"]), decode(kvs[0].get("value")))
+
+
+def replaced_parts(layout: Layout, responses: Iterable[dict[str, Any]]) -> list[bytes]:
+    """The prefixes of the parts that nothing refers to any more, after a transaction with these results."""
+    found: list[bytes] = []
+    for response in responses:
+        if "response_txn" in response:
+            found += replaced_parts(layout, response["response_txn"].get("responses", ()))
+            continue
+        put, deleted = response.get("response_put", {}), response.get("response_delete_range", {})
+        for kv in [*([put["prev_kv"]] if "prev_kv" in put else ()), *deleted.get("prev_kvs", ())]:
+            if (parts := Stored(decode(kv.get("value"))).parts) is not None:
+                found.append(layout.parts(parts[0]))
+    return found

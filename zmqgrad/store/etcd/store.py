@@ -1,0 +1,128 @@
+"""``EtcdStore``: a store in an etcd cluster, which survives the loss of any host."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from urllib.parse import quote, urlsplit
+
+from zmqgrad.errors import ConfigurationError, StoreTimeoutError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
+from zmqgrad.store.base import Store
+from zmqgrad.store.etcd.cluster import ETCD_PORT, EtcdCluster, EtcdOptions
+from zmqgrad.store.etcd.connection import EtcdConnection
+from zmqgrad.store.events import EventHandler
+from zmqgrad.store.finalizer import Finalizer
+from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
+from zmqgrad.store.watch_cache import Registration
+from zmqgrad.store.watch_targets import Target
+from zmqgrad.wire.messages import Message
+
+BASE = "zmqgrad/store/"
+"""Keys of etcd begin with this. The rest is the prefix of the store."""
+
+_numbers = itertools.count()
+
+
+class EtcdStore(Store):
+    """A store in an etcd cluster (3.4 or newer). Needs the extra ``etcd``.
+
+    Each call is one transaction, which a majority of the members has written to disk. Calls and watches
+    continue with the next member if one is lost. Blocked pops are served in no particular order. Values of
+    more than 64 KiB are kept in parts.
+
+    Args:
+        members: (host, port) of each member of the cluster, or ``"host1,host2:2379"``.
+        prefix: identifies the store in the cluster. Give each job its own: the keys stay in the cluster until
+            :meth:`delete_all` is called.
+        timeout: how long blocking calls wait for keys, and all calls for the cluster.
+        options: how to connect.
+
+    Raises:
+        ConfigurationError: if the package ``etcd3gw`` is not installed, or an argument is invalid.
+        StoreError: if no member replies within ``timeout``, or the cluster refuses.
+    """
+
+    def __init__(
+        self,
+        members: str | Sequence[tuple[str, int]],
+        prefix: str,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        *,
+        options: EtcdOptions | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        if not prefix or not isinstance(prefix, str):
+            raise ConfigurationError(f"{prefix!r} is no prefix: it must name the job")
+        self._members = parse_members(members) if isinstance(members, str) else tuple(members)
+        self._prefix = prefix
+        self._options = options
+        base = f"{BASE}{quote(prefix, safe='')}/".encode()
+        self._connection = EtcdConnection(
+            f"etcd-store-{next(_numbers)}", EtcdCluster(self._members, options), base
+        )
+        self._registry = WatchRegistry(self._connection.name, weak(self._register))
+        self._connection.watches = self._registry
+        self._finalizer = Finalizer(self, self._connection.close)
+
+    def _request(self, query: Message, seconds: float) -> Message:
+        try:
+            reply = self._connection.request(query, Deadline.after(seconds))
+        except StoreTimeoutError as e:
+            raise StoreTimeoutError(f"{self!r}: wait timeout after {seconds:g} s: {e}") from e
+        return self._accepted(reply, seconds)
+
+    def _register(self, target: Target) -> Registration:
+        found = as_registration(self._request(watch_query(target), self._timeout))
+        self._connection.start_watching(target, found.revision)
+        return found
+
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        if self._registry.remove(target, handler):
+            self._connection.stop_watching(target)
+            if self._registry.is_watched(target):  # again: that watch may have been stopped with this one
+                self._registry.refresh(target)
+
+    def statistics(self) -> dict[str, int]:
+        """Number of blocked calls of this store (``parked``)."""
+        return {"parked": self._connection.blocked}
+
+    def clone(self) -> EtcdStore:
+        return EtcdStore(self._members, self._prefix, self._timeout, options=self._options)
+
+    def delete_all(self) -> None:
+        """Delete all keys and queues of the store, for all that use it."""
+        self._connection.delete_all(Deadline.after(self._timeout))
+
+    def close(self) -> None:
+        """Leave the cluster; the keys stay. Idempotent."""
+        self._finalizer.close()
+
+    def __repr__(self) -> str:
+        return f"<EtcdStore {self._prefix!r}>"
+
+
+def parse_members(text: str) -> tuple[tuple[str, int], ...]:
+    """The members of ``host1,host2:2379``.
+
+    Raises:
+        ConfigurationError: if one is malformed.
+    """
+    return tuple(parse_member(one) for one in text.split(","))
+
+
+def parse_member(text: str) -> tuple[str, int]:
+    """The host and the port of ``host[:port]``.
+
+    Raises:
+        ConfigurationError: if it is malformed.
+    """
+    try:
+        parts = urlsplit(f"//{text.strip()}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host:
+        raise ConfigurationError(f"a member of etcd is {text!r}; it must be host or host:port")
+    return host, ETCD_PORT if port is None else port
