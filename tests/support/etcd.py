@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -14,19 +15,33 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import free_port
+from tests.support.relay import Relay
 from tests.support.waiting import eventually
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd (Debian: etcd-server)")
 
 
 class EtcdCluster:
-    """Use it as a context manager. ``options``: further arguments of each member."""
+    """Use it as a context manager.
 
-    def __init__(self, size: int = 1, options: Sequence[str] = (), scheme: str = "http") -> None:
+    Args:
+        size: number of members.
+        options: further arguments of each of them.
+        scheme: of the addresses for clients.
+        relays: let clients and members reach each member through relays, which can be cut.
+    """
+
+    def __init__(
+        self, size: int = 1, options: Sequence[str] = (), scheme: str = "http", *, relays: bool = False
+    ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="etcd-"))
         self.ports = [free_port() for _ in range(size)]
         self._health = [free_port() for _ in range(size)]
-        peers = [f"http://127.0.0.1:{free_port()}" for _ in range(size)]
+        peer_ports = [free_port() for _ in range(size)]
+        self.from_clients = [Relay(port) for port in self.ports] if relays else []
+        self.from_members = [Relay(port) for port in peer_ports] if relays else []
+        listening = [f"http://127.0.0.1:{port}" for port in peer_ports]
+        peers = [f"http://127.0.0.1:{relay.port}" for relay in self.from_members] or listening
         cluster = ",".join(f"m{n}={peer}" for n, peer in enumerate(peers))
         self._commands = [
             [
@@ -34,7 +49,7 @@ class EtcdCluster:
                 *("--listen-client-urls", f"{scheme}://127.0.0.1:{port}"),
                 *("--advertise-client-urls", f"{scheme}://127.0.0.1:{port}"),
                 *("--listen-metrics-urls", f"http://127.0.0.1:{health}"),
-                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                *("--listen-peer-urls", listening[n], "--initial-advertise-peer-urls", peer),
                 *("--initial-cluster", cluster, "--heartbeat-interval", "50", "--election-timeout", "500"),
                 *options,
             ]
@@ -44,7 +59,9 @@ class EtcdCluster:
 
     @property
     def endpoint(self) -> str:
-        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        """For clients."""
+        ports = [relay.port for relay in self.from_clients] or self.ports
+        return ",".join(f"127.0.0.1:{port}" for port in ports)
 
     def __enter__(self) -> EtcdCluster:
         try:
@@ -68,6 +85,9 @@ class EtcdCluster:
         except (urllib.error.URLError, OSError):
             return False
 
+    def await_health(self, n: int) -> None:
+        eventually(lambda: self.is_healthy(n), timeout=30)
+
     def kill(self, n: int) -> None:
         member = self._members[n]
         assert member is not None
@@ -79,9 +99,19 @@ class EtcdCluster:
         assert member is not None
         member.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
 
+    def compact(self) -> None:
+        """Drop all revisions but the newest."""
+        url = f"http://127.0.0.1:{self.ports[0]}/v3/kv"
+        everything = b'{"key": "AA==", "range_end": "AA==", "count_only": true}'
+        with urllib.request.urlopen(f"{url}/range", everything, timeout=10) as reply:
+            revision = json.load(reply)["header"]["revision"]
+        urllib.request.urlopen(f"{url}/compaction", b'{"revision": %d}' % int(revision), timeout=10).close()
+
     def __exit__(self, *error: object) -> None:
         for member in self._members:
             if member is not None:
                 member.kill()
                 member.wait()
+        for relay in (*self.from_clients, *self.from_members):
+            relay.close()
         shutil.rmtree(self._directory)

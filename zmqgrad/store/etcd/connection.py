@@ -60,6 +60,9 @@ MAX_CONFLICT_SECONDS = 0.1
 LEASE_SECONDS = 3600
 """What a client leaves behind that is killed, the id of its last change, disappears after this time."""
 
+LATE_SECONDS = 1.0
+"""Time for a request of a query that has none left: what exists at its deadline can still be read."""
+
 CLOSE_SECONDS = 5.0
 
 
@@ -106,13 +109,19 @@ class EtcdConnection:
             StoreTimeoutError: if no member of the cluster can be used before ``deadline``.
             StoreError: if the cluster refuses, this is closed, or this process is a fork.
         """
-        self._check_open()
-        try:
+        with self._translated():
             state, reply = self._apply(query, deadline)
             if reply is None:
                 with self._counted(), blocking_section():
                     reply = self._wait(query, state, deadline)
             return reply
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Errors of the cluster as errors of the store."""
+        self._check_open()
+        try:
+            yield
         except ClosedError as e:
             raise StoreError(f"{self.name} is closed") from e
         except EtcdRefusedError as e:
@@ -171,33 +180,34 @@ class EtcdConnection:
 
     def _apply(self, query: Message, deadline: Deadline) -> tuple[State, Message | None]:
         """Apply ``query`` in one transaction. The reply is None if it blocks, and there is time left."""
+        expired = deadline.passed()
+        limit = deadline if deadline.left() >= LATE_SECONDS else Deadline.after(LATE_SECONDS)
         pause = CONFLICT_SECONDS
         while True:
-            expired = deadline.passed()
             try:
-                contents = EtcdContents(self._layout, query, partial(self._read, deadline))
+                contents = EtcdContents(self._layout, query, partial(self._read, limit))
                 state = State(contents)
                 effects = state.apply(query, None, 0.0)
                 if not effects and expired:
                     effects = state.expire(math.inf)
-                if not contents.changes() or self._commit(contents, deadline):
+                if not contents.changes() or self._commit(contents, limit):
                     return state, next((e.message for e in effects if type(e) is Reply), None)
             except EtcdRefusedError as e:
-                if e.code not in (OUT_OF_RANGE, NOT_FOUND) or deadline.passed():
-                    raise  # else: what was read was dropped, or the lease has ended
-                self._lease = 0
-            # Two stores that were in each other's way must not meet again.
-            threading.Event().wait(min(random.uniform(0, 2 * pause), deadline.left()))
-            pause = min(2 * pause, MAX_CONFLICT_SECONDS)
-            if deadline.passed():
+                if e.code not in (OUT_OF_RANGE, NOT_FOUND):
+                    raise
+                self._lease = 0  # it has ended, or what was read was dropped
+            if limit.passed():
                 raise TransportError("others have changed the same keys all the time")
+            # Two stores that were in each other's way must not meet again.
+            threading.Event().wait(min(random.uniform(0, 2 * pause), limit.left()))
+            pause = min(2 * pause, MAX_CONFLICT_SECONDS)
 
     def _read(
         self, deadline: Deadline, ranges: Sequence[dict[str, Any]], revision: int
     ) -> tuple[int, list[dict[str, Any]]]:
         pinned = {"revision": revision} if revision else {}
         newest, reply = self._cluster.transact(
-            {"success": [{"request_range": {**each, **pinned}} for each in ranges]}, _least(deadline)
+            {"success": [{"request_range": {**each, **pinned}} for each in ranges]}, deadline
         )
         results = [each["response_range"] for each in reply.get("responses", ())]
         return revision or newest, results
@@ -208,19 +218,18 @@ class EtcdConnection:
             raise EtcdRefusedError(
                 f"{contents.writes()} changes in one query (at most {MAX_WRITES}); make several", INVALID
             )
-        limit = _least(deadline)
-        lease = self._get_lease(limit)
+        lease = self._get_lease(deadline)
 
         def save(number: str, parts: Sequence[bytes]) -> None:
             for index, part in enumerate(parts):  # they stay only if the transaction succeeds
                 put = {"key": encode(self._layout.part(number, index)), "value": encode(part), "lease": lease}
-                self._cluster.post("/kv/put", put, limit)
+                self._cluster.post("/kv/put", put, deadline)
 
         operations = contents.operations(save)
         with self._lock:
             client = self._clients.pop() if self._clients else self._new_client()
         try:
-            return self._commit_as(client, contents.comparisons(), operations, lease, limit)
+            return self._commit_as(client, contents.comparisons(), operations, lease, deadline)
         finally:
             with self._lock:
                 self._clients.append(client)
@@ -362,17 +371,13 @@ class EtcdConnection:
             thread.join(deadline.timeout())
 
     def delete_all(self, deadline: Deadline) -> None:
-        """Delete all keys and queues of the store."""
-        self._delete(self._layout.base, deadline)
+        """Delete all keys and queues of the store. Errors as :meth:`request`."""
+        with self._translated():
+            self._delete(self._layout.base, deadline)
 
     def _delete(self, prefix: bytes, deadline: Deadline) -> None:
         keys = {"key": encode(prefix), "range_end": encode(after_prefix(prefix))}
         self._cluster.post("/kv/deleterange", keys, deadline)
-
-
-def _least(deadline: Deadline) -> Deadline:
-    """Time for one request even if the query has none: what exists now can still be read."""
-    return deadline if deadline.left() >= 1.0 else Deadline.after(1.0)
 
 
 def _concerns(event: Event, places: list[bytes]) -> bool:

@@ -66,6 +66,11 @@ class EtcdStore(Store):
         self._connection.watches = self._registry
         self._finalizer = Finalizer(self, self._connection.close)
 
+    @property
+    def prefix(self) -> str:
+        """What identifies the store in the cluster."""
+        return self._prefix
+
     def _request(self, query: Message, seconds: float) -> Message:
         try:
             reply = self._connection.request(query, Deadline.after(seconds))
@@ -92,7 +97,11 @@ class EtcdStore(Store):
         return EtcdStore(self._members, self._prefix, self._timeout, options=self._options)
 
     def delete_all(self) -> None:
-        """Delete all keys and queues of the store, for all that use it."""
+        """Delete all keys and queues of the store, for all that use it.
+
+        Raises:
+            StoreError: if the cluster cannot be used, or refuses.
+        """
         self._connection.delete_all(Deadline.after(self._timeout))
 
     def close(self) -> None:
