@@ -94,6 +94,12 @@ def _parse_host(variable: str, text: str) -> str:
     return text
 
 
+def _parse_etcd_url(variable: str, text: str) -> str:
+    if not text.startswith("etcd://"):
+        raise _invalid(variable, text, "the URL of a store in etcd: etcd://host1,host2/job")
+    return text
+
+
 ALLOW_INSECURE = "ZMQGRAD_ALLOW_INSECURE"
 ALLOW_NETWORK_FILE_SYSTEM = "ZMQGRAD_ALLOW_NETWORK_FILE_SYSTEM"
 
@@ -106,6 +112,7 @@ SECRET_FILE = "ZMQGRAD_SECRET_FILE"
 SOCKET_IFNAME = "ZMQGRAD_SOCKET_IFNAME"
 
 ADVERTISE_ADDRESS = "ZMQGRAD_ADVERTISE_ADDRESS"
+STORE = "ZMQGRAD_STORE"
 
 PORT_RANGE = "ZMQGRAD_PORT_RANGE"
 
@@ -117,6 +124,9 @@ allows_network_file_system = Setting(ALLOW_NETWORK_FILE_SYSTEM, _parse_switch, F
 
 socket_ifname = Setting[str | None](SOCKET_IFNAME, lambda _, text: text, None)
 """Prefixes of the names of the interfaces that may be used, as in ``NCCL_SOCKET_IFNAME``."""
+
+store_url = Setting[str | None](STORE, _parse_etcd_url, None)
+"""The store of the job, ``etcd://host1,host2/prefix``, in the place of one that worker rank 0 serves."""
 
 advertise_address = Setting[str | None](ADVERTISE_ADDRESS, _parse_host, None)
 """The address at which other hosts reach this process, if that is not the one at which it listens (NAT)."""

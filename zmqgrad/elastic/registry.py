@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from zmqgrad.elastic.backends import EtcdBackend, EtcdOptions, StoreBackend
+from zmqgrad.elastic.backends import EtcdBackend, StoreBackend
 from zmqgrad.elastic.endpoint import open_endpoint, parse_endpoint
 from zmqgrad.elastic.handler import RendezvousHandler
 from zmqgrad.elastic.round_stores import RoundStores, ServedByRankZero, SharedStore
@@ -14,7 +13,8 @@ from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import new_node
 from zmqgrad.elastic.state_holder import RendezvousBackend
 from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
-from zmqgrad.store.etcd.cluster import ETCD_PORT
+from zmqgrad.store.etcd.cluster import SETTINGS, read_options
+from zmqgrad.store.etcd.store import parse_members
 from zmqgrad.transport.bind_policy import check_bind_address, tcp_address
 from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.security import load_keys
@@ -194,31 +194,12 @@ def _create_store_backend(parameters: Parameters) -> tuple[RendezvousBackend, Ro
 
 
 def _create_etcd_backend(parameters: Parameters) -> tuple[RendezvousBackend, RoundStores]:
-    members = [parse_endpoint(one, ETCD_PORT) for one in parameters.endpoint.split(",")]
-    protocol = parameters.get("protocol", str, "http")
-    if protocol not in ("http", "https"):
-        raise ConfigurationError(f"the setting 'protocol' is {protocol!r}; it must be http or https")
-    password_file = parameters.get("password_file", str, None)
-    options = EtcdOptions(
-        parameters.get("read_timeout", float, EtcdOptions().timeout),
-        protocol,
-        parameters.get("ca_cert", str, None),
-        parameters.get("ssl_cert", str, None),
-        parameters.get("ssl_cert_key", str, None),
-        parameters.get("user", str, None),
-        "" if password_file is None else _password(password_file),
-    )
+    members = parse_members(parameters.endpoint)
+    options = read_options({name: parameters.conf[name] for name in SETTINGS if name in parameters.conf})
     address = serving_host(*members[0], parameters.local_addr)
     backend = EtcdBackend(members, parameters.settings.run_id, options)
     return backend, ServedByRankZero(address, READ_TIMEOUT_SECONDS)
 
 
-def _password(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError as e:
-        raise ConfigurationError(f"the setting 'password_file' cannot be read: {e}") from e
-
-
 register_backend("zmqgrad", _create_store_backend, ("read_timeout", "connect_timeout", "is_host"))
-register_backend("etcd", _create_etcd_backend, ("read_timeout", "password_file", *EtcdOptions._fields[1:-1]))
+register_backend("etcd", _create_etcd_backend, SETTINGS)

@@ -9,6 +9,8 @@ no handler here supports re-rendezvous. Handlers are registered by scheme:
 - ``tcp://host:port?rank=..&world_size=..``, also as ``zmq://``: from the URL and the arguments.
 - ``file:///path?rank=..&world_size=..``: likewise, through a file on a file system that all workers share. It
   must not exist yet, and is deleted with the last store that is closed.
+- ``etcd://host1,host2/prefix?rank=..&world_size=..``: likewise, in an etcd cluster. The prefix is that of one
+  job. ``ZMQGRAD_STORE`` with such a URL, without rank and world size, does so for ``env://``.
 - ``elastic://host:port?run_id=..&min_nodes=..&max_nodes=..``: :mod:`zmqgrad.elastic.url` assigns the rank.
 
 With ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The
@@ -30,6 +32,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
+from zmqgrad import environment
 from zmqgrad.environment import MAX_PORT, agent_serves_store, missing_variable, read_launch, torchrun_attempt
 from zmqgrad.errors import (
     RendezvousError,
@@ -40,6 +43,7 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rendezvous.sidecar import Rival, open_sidecar
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
+from zmqgrad.store.etcd.store import open_url
 from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.security import load_keys
 
@@ -188,7 +192,7 @@ def has_world_size(url: str) -> bool:
     Raises:
         RendezvousError: if the URL cannot be parsed.
     """
-    if not isinstance(url, str) or url.partition("://")[0] not in ("env", "tcp", "zmq", "file"):
+    if not isinstance(url, str) or url.partition("://")[0] not in ("env", "tcp", "zmq", "file", "etcd"):
         return True
     request = parse(url)
     if request.world_size is None and request.scheme == "env":
@@ -223,6 +227,8 @@ def open_store(
     own_rank = _rank_of(request) if rank == -1 else rank
     if request.scheme == "file":
         return FileStore(_path_of(request, group), timeout=timeout), own_rank
+    if (place := _etcd_url(request)) is not None:
+        return open_url(place, timeout, _suffix(group)), own_rank
     served_as = -1 if own_rank is None else own_rank
     return _serve_or_connect(request, served_as, None, timeout, group), own_rank
 
@@ -250,7 +256,8 @@ def parse(url: str) -> Request:
     """
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        # etcd has several, which the store takes apart.
+        host, port = (None, None) if parts.scheme == "etcd" else (parts.hostname, parts.port)
         query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     except ValueError as e:
         raise RendezvousError(f"the URL {url!r} cannot be read: {e}") from e
@@ -315,6 +322,22 @@ def _file(request: Request, timeout: timedelta | float, group: Group | None = No
         raise RendezvousError(f"rendezvous by {request.url!r}: {e}") from e
 
 
+def _etcd(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
+    rank, world_size = _rank_and_world_size(request)
+    return open_url(request.url, timeout, _suffix(group)), rank, world_size
+
+
+def _etcd_url(request: Request) -> str | None:
+    """The URL of the store in etcd, if ``request`` or the environment names one."""
+    if request.scheme == "etcd":
+        return request.url
+    return environment.store_url() if request.scheme == "env" else None
+
+
+def _suffix(group: Group | None) -> str:
+    return "" if group is None else f"/{group}"
+
+
 def _env(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
     launch = read_launch()
     rank = _rank_of(request)
@@ -324,6 +347,8 @@ def _env(request: Request, timeout: timedelta | float, group: Group | None = Non
     rank_from = launch.rank_from if request.rank is None else "an argument"
     size_from = launch.world_size_from if request.world_size is None else "an argument"
     check_rank(rank, world_size, f"the rank from {rank_from}, the world size from {size_from}")
+    if (place := _etcd_url(request)) is not None:
+        return open_url(place, timeout, _suffix(group)), rank, world_size
     return _serve_or_connect(request, rank, world_size, timeout, group), rank, world_size
 
 
@@ -425,10 +450,12 @@ _BESIDE_TORCH: dict[str, Callable[[Request, timedelta | float, Group], Rendezvou
     "tcp": _tcp,
     "file": _file,
     "env": _env,
+    "etcd": _etcd,
 }
-"""How :func:`rendezvous_beside` finds the others: for the schemes that torch has, too."""
+"""How :func:`rendezvous_beside` finds the others: for the schemes whose address several groups use."""
 
 register_rendezvous_handler("tcp", _once(_tcp))
 register_rendezvous_handler("zmq", _once(_tcp))
 register_rendezvous_handler("file", _once(_file))
 register_rendezvous_handler("env", _once(_env))
+register_rendezvous_handler("etcd", _once(_etcd))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from urllib.parse import quote, urlencode
 
 from zmqgrad import environment
 from zmqgrad.elastic.agent.ranks import Placement
 from zmqgrad.elastic.launch_config import LaunchConfig
+from zmqgrad.store.etcd.cluster import SETTINGS
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 ROUND = "ZMQGRAD_ROUND"
 """Number of the round, for programs that write where workers of an earlier round may still write."""
+
+ROUND_HERE = "{round}"
+"""In the URL of the store of a job: the number of the round, as each has a store of its own."""
 
 
 def common_variables(inherited: Mapping[str, str], config: LaunchConfig) -> dict[str, str]:
@@ -25,6 +30,8 @@ def common_variables(inherited: Mapping[str, str], config: LaunchConfig) -> dict
     common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if not environment.has_secret(common) and config.max_nodes == 1:
         common[environment.SECRET] = os.urandom(32).hex()  # keeps other users of this host out
+    if config.rdzv_backend == "etcd":  # a cluster that keeps the rendezvous can keep the store as well
+        common.setdefault(environment.STORE, _store_url(config))
     return common | {
         "TORCHELASTIC_RUN_ID": config.run_id or "none",
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
@@ -32,6 +39,12 @@ def common_variables(inherited: Mapping[str, str], config: LaunchConfig) -> dict
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "ROLE_NAME": config.role,
     }
+
+
+def _store_url(config: LaunchConfig) -> str:
+    settings = {name: value for name, value in config.rdzv_configs.items() if name in SETTINGS}
+    query = f"?{urlencode(settings)}" if settings else ""
+    return f"etcd://{config.rdzv_endpoint}/{quote(config.run_id or 'none', safe='')}/{ROUND_HERE}{query}"
 
 
 def worker_variables(common: Mapping[str, str], place: Placement, local_rank: int) -> dict[str, str]:
@@ -49,6 +62,9 @@ def worker_variables(common: Mapping[str, str], place: Placement, local_rank: in
         "TORCHELASTIC_RESTART_COUNT": place.restarts,
         ROUND: place.round,
     }
+    if environment.STORE in common:
+        url = common[environment.STORE].replace(ROUND_HERE, str(place.round))
+        common = {**common, environment.STORE: url}
     return {**common, "MASTER_ADDR": place.master_addr} | {
         name: str(number) for name, number in numbers.items()
     }

@@ -12,7 +12,8 @@ import json
 import logging
 import threading
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -59,6 +60,36 @@ class EtcdOptions(NamedTuple):
     ssl_cert_key: str | None = None
     user: str | None = None
     password: str = ""
+
+
+def read_options(settings: Mapping[str, Any]) -> EtcdOptions:
+    """The options in ``settings``: ``read_timeout`` (the timeout), ``password_file``, and the others by name.
+
+    Raises:
+        ConfigurationError: if one is invalid, or unknown.
+    """
+    given = {name: str(value) for name, value in settings.items()}
+    for name in given:
+        if name not in SETTINGS:
+            raise ConfigurationError(f"etcd has no setting {name!r}; it has {', '.join(sorted(SETTINGS))}")
+    try:
+        timeout = float(given.pop("read_timeout", EtcdOptions().timeout))
+    except ValueError as e:
+        raise ConfigurationError(f"the setting 'read_timeout' of etcd is no number: {e}") from None
+    password_file, password = given.pop("password_file", None), ""
+    if password_file is not None:
+        try:
+            password = Path(password_file).read_text().strip()
+        except OSError as e:
+            raise ConfigurationError(f"the setting 'password_file' cannot be read: {e}") from e
+    options = EtcdOptions(timeout, password=password, **given)
+    if options.protocol not in ("http", "https"):
+        raise ConfigurationError(f"the setting 'protocol' is {options.protocol!r}; it must be http or https")
+    return options
+
+
+SETTINGS = ("read_timeout", "password_file", *EtcdOptions._fields[1:-1])
+"""What :func:`read_options` understands."""
 
 
 class EtcdRefusedError(TransportError):

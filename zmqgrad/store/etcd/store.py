@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from zmqgrad.errors import ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.base import Store
-from zmqgrad.store.etcd.cluster import ETCD_PORT, EtcdCluster, EtcdOptions
+from zmqgrad.store.etcd.cluster import ETCD_PORT, EtcdCluster, EtcdOptions, read_options
 from zmqgrad.store.etcd.connection import EtcdConnection
 from zmqgrad.store.events import EventHandler
 from zmqgrad.store.finalizer import Finalizer
@@ -110,6 +110,25 @@ class EtcdStore(Store):
 
     def __repr__(self) -> str:
         return f"<EtcdStore {self._prefix!r}>"
+
+
+def open_url(url: str, timeout: Timeout = DEFAULT_TIMEOUT, suffix: str = "") -> EtcdStore:
+    """The store of ``etcd://host1,host2:2379/prefix?protocol=https&..``, with ``suffix`` behind its prefix.
+
+    Raises:
+        ConfigurationError: if the URL or a setting in it is invalid.
+    """
+    parts = urlsplit(url)
+    if not parts.netloc or not parts.path.strip("/"):
+        raise ConfigurationError(f"{url!r} lacks members or a prefix; write etcd://host1,host2/prefix")
+    try:
+        settings = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError as e:
+        raise ConfigurationError(f"the URL {url!r} cannot be read: {e}") from e
+    for name in ("rank", "world_size"):
+        settings.pop(name, None)
+    prefix = unquote(parts.path[1:])
+    return EtcdStore(parts.netloc, f"{prefix}{suffix}", timeout, options=read_options(settings))
 
 
 def parse_members(text: str) -> tuple[tuple[str, int], ...]:
