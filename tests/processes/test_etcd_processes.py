@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 
 from tests.support.etcd import EtcdCluster, needs_etcd
 from tests.support.processes import run_processes
 from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError
+from zmqgrad.interop import init_process_group
 from zmqgrad.store import EtcdStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, needs_etcd]
@@ -85,12 +88,16 @@ def fixed_member(rank: int, url: str, world_size: int) -> list[int]:
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options(url))
         results.append(rpc.rpc_sync(f"w{(rank + 1) % world_size}", negative, (rank,)))
         rpc.shutdown()
-    return results
+    init_process_group("gloo", url, world_size=world_size, rank=rank)
+    total = torch.tensor(rank + 1)
+    distributed.all_reduce(total)
+    distributed.destroy_process_group()
+    return [*results, int(total)]
 
 
-def test_a_group_of_fixed_size(cluster: EtcdCluster) -> None:
+def test_groups_of_fixed_size(cluster: EtcdCluster) -> None:
     found = run_processes(fixed_member, 2, [f"etcd://{cluster.endpoint}/job", 2])
-    assert found == [[0, 0], [-1, -1]]
+    assert found == [[0, 0, 3], [-1, -1, 3]]
 
 
 PROGRAM = """
