@@ -9,7 +9,7 @@ import pytest
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc.membership.bootstrap import worker_address
-from zmqgrad.store import FileStore, HashStore, PrefixStore
+from zmqgrad.store import EtcdStore, FileStore, HashStore, PrefixStore
 from zmqgrad.transport import bind_policy, host_address
 
 OURS = "203.0.113.5"  # as is the next, of documentation: nobody has it
@@ -56,4 +56,15 @@ def test_with_a_file_the_listening_address_is_reachable(
 
 def test_a_store_in_memory_is_met_on_this_host() -> None:
     with HashStore() as store:
+        assert worker_address(store).listen == "127.0.0.1"
+
+
+def test_with_etcd_the_listening_address_leads_to_a_member(
+    facing: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facing(tmp_path)
+    monkeypatch.setenv("ZMQGRAD_SECRET", "0123456789abcdef" * 2)
+    with EtcdStore(f"127.0.0.1,{MASTER}", "job") as store:
+        assert worker_address(store).listen == OURS, "others cannot reach the loopback of this host"
+    with EtcdStore("127.0.0.1", "job") as store:
         assert worker_address(store).listen == "127.0.0.1"

@@ -17,6 +17,7 @@ from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
 from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
+from zmqgrad.transport.bind_policy import is_loopback
 from zmqgrad.wire.messages import Message
 
 BASE = "zmqgrad/store/"
@@ -56,6 +57,8 @@ class EtcdStore(Store):
         if not prefix or not isinstance(prefix, str):
             raise ConfigurationError(f"{prefix!r} is no prefix: it must name the job")
         self._members = parse_members(members) if isinstance(members, str) else tuple(members)
+        # A member on this host may be named by its loopback address, which leads to no other host.
+        self._meeting = next((each for each in self._members if not is_loopback(each[0])), self._members[0])
         self._prefix = prefix
         self._options = options
         base = f"{BASE}{quote(prefix, safe='')}/".encode()
@@ -70,6 +73,16 @@ class EtcdStore(Store):
     def prefix(self) -> str:
         """What identifies the store in the cluster."""
         return self._prefix
+
+    @property
+    def host(self) -> str:
+        """A member of the cluster: workers listen at their address on the route there."""
+        return self._meeting[0]
+
+    @property
+    def port(self) -> int:
+        """The port of :attr:`host`."""
+        return self._meeting[1]
 
     def _request(self, query: Message, seconds: float) -> Message:
         try:
