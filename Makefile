@@ -36,7 +36,7 @@ docs:  ## the documentation site, in build/site
 	tools/setup
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	tools/docs/scripts
-	.venv/bin/python -m mkdocs build --strict
+	.venv/bin/python -m tools.docs.site
 
 docs-check: docs  ## every page of the site in headless Chromium, on a desktop and a phone, light and dark
 	.venv/bin/python -m tools.docs.visit

@@ -20,10 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tools.docs.hooks import PACKAGES
-from tools.docs.sources import ROOT
+from tools.docs.site import PACKAGES, SITE
 
-SITE = ROOT / "build" / "site"
 WIDTHS = {"desktop": 1280, "phone": 390}
 THEMES = {"light": "default", "dark": "slate"}
 TIMEOUT_SECONDS = 60
