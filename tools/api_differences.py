@@ -180,7 +180,7 @@ MISSING = (
         "Variables that torch's modules use only while they are imported",
         "They have no other use.",
         {
-            "rpc.api": "T TYPE_CHECKING _P _R docstring method method_name",
+            "rpc.api": "TYPE_CHECKING _P _R docstring method method_name",
             "autograd": "TYPE_CHECKING",
             "nn.api.remote_module": "T",
         },

@@ -67,7 +67,7 @@ def make_and_drop(count: int) -> None:
     from zmqgrad import rpc
 
     for _ in range(count // AT_ONCE):
-        made = [rpc.remote("worker1", list) for _ in range(AT_ONCE)]
+        made: list[rpc.RRef[list[int]]] = [rpc.remote("worker1", list) for _ in range(AT_ONCE)]
         torch.futures.wait_all([rpc.rpc_async("worker2", look, args=(r,)) for r in made[::10]])
 
 

@@ -130,7 +130,7 @@ def first(rref: RRef[list[int]]) -> int:
 
 def stage(x: torch.Tensor) -> torch.Tensor:
     """The middle of a pipeline."""
-    return rpc.rpc_sync("w2", torch.mul, args=(x * 3, 2.0))  # type: ignore[no-any-return]
+    return rpc.rpc_sync("w2", torch.mul, args=(x * 3, 2.0))
 
 
 # ---- loops ----------------------------------------------------------------------------------------------

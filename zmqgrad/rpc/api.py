@@ -1,4 +1,10 @@
-"""The public functions: those of ``torch.distributed.rpc``, with its names, arguments and defaults."""
+"""The public functions: those of ``torch.distributed.rpc``, with its names, arguments and defaults.
+
+Type checkers know the result of a call from ``func``: of a function that returns a future
+(``async_execution``), it is what the future has. They can check arguments only where ``func`` takes them
+directly, as in :func:`checkpoint` and by ``rref.rpc_sync()``, and not in a sequence (``args``), as torch has
+it: one that names the types of ``args`` refuses functions with optional arguments, and lists.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
+
+from torch.futures import Future
 
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
 from zmqgrad.rendezvous import has_world_size, open_store, rendezvous_beside
@@ -48,6 +56,9 @@ from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.exit import run_at_exit
 from zmqgrad.store import Store
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +229,22 @@ _inherited: list[Group] = []
 os.register_at_fork(after_in_child=_forget_in_fork)
 
 
+@overload
+def rpc_sync(
+    to: object,
+    func: Callable[..., Future[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: object,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
 def rpc_sync(
     to: object,
     func: Callable[..., Any],
@@ -250,6 +277,22 @@ def rpc_sync(
         )
 
 
+@overload
+def rpc_async(
+    to: object,
+    func: Callable[..., Future[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RpcFuture[T]: ...
+@overload
+def rpc_async(
+    to: object,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RpcFuture[T]: ...
 def rpc_async(
     to: object,
     func: Callable[..., Any],
@@ -284,6 +327,26 @@ def rpc_async(
     return note_future(future)
 
 
+@overload
+def remote(
+    to: object,
+    func: Callable[..., Future[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    name: str | None = None,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: object,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    name: str | None = None,
+) -> RRef[T]: ...
 def remote(
     to: object,
     func: Callable[..., Any],
@@ -319,7 +382,11 @@ def remote(
         return call_remote(worker, to, func, args, kwargs, timeout)
 
 
-def checkpoint(
+@overload
+def checkpoint(to: object, func: Callable[..., T], *args: Any, timeout: float, **kwargs: Any) -> T: ...
+@overload
+def checkpoint(to: object, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+def checkpoint(  # type: ignore[misc]  # a ``timeout`` is never passed to ``func``
     to: object, func: Callable[..., Any], *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
 ) -> Any:
     """As :func:`rpc_sync`, but the callee keeps the arguments until the backward pass, and not the graph.
@@ -355,7 +422,13 @@ def checkpoint(
         return worker.decode(worker.send_and_wait(send))
 
 
+@overload
 def checkpoint_async(
+    to: object, func: Callable[..., T], *args: Any, timeout: float, **kwargs: Any
+) -> RpcFuture[T]: ...
+@overload
+def checkpoint_async(to: object, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> RpcFuture[T]: ...
+def checkpoint_async(  # type: ignore[misc]  # a ``timeout`` is never passed to ``func``
     to: object, func: Callable[..., Any], *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
 ) -> RpcFuture[Any]:
     """As :func:`checkpoint`, but returns a ``torch.futures.Future`` at once, as :func:`rpc_async`.

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from zmqgrad.errors import ArgumentTypeError, PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
@@ -25,6 +25,8 @@ from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_SECONDS = 5.0
@@ -33,11 +35,11 @@ LOG_INTERVAL_SECONDS = 5.0
 
 def broadcast(
     workers: Iterable[object] | None,
-    func: Callable[..., Any],
+    func: Callable[..., T],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> list[RpcFuture[Any]]:
+) -> list[RpcFuture[T]]:
     """Run ``func(*args, **kwargs)`` on each of ``workers``.
 
     The call is serialized once for all of them, unless it has RRefs.
@@ -58,7 +60,7 @@ def broadcast(
     peers = worker.membership.all() if workers is None else [find(w, deadline.timeout()) for w in workers]
     seconds = 0.0 if deadline.timeout() is None else max(1e-6, deadline.left())  # 0 would be no limit
     shared = SharedCall(worker, partial(serialize_call, func, args, kwargs))
-    futures: list[RpcFuture[Any]] = []
+    futures: list[RpcFuture[T]] = []
     try:
         for peer in peers:
             ready = shared.to(peer)

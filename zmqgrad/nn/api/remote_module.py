@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -181,7 +181,7 @@ class RemoteModule(nn.Module, RpcSerializable):
         Args:
             recurse: include the parameters of submodules.
         """
-        return cast("list[RRef[nn.Parameter]]", rpc_sync(self.on, _parameters, (self.module_rref, recurse)))
+        return rpc_sync(self.on, _parameters, (self.module_rref, recurse))
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """Return the reference to the module on its worker."""

@@ -290,8 +290,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
             UnknownWorkerError: if the group has no members.
             Exception: as ``rpc_sync``.
         """
-        result: T = rpc_sync(self._choose(timeout), func, args, kwargs, timeout)
-        return result
+        return rpc_sync(self._choose(timeout), func, args, kwargs, timeout)
 
     def choose_async(
         self,

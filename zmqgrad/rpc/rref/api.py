@@ -7,7 +7,7 @@ alive is in :mod:`zmqgrad.rpc.rref.protocol`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -166,13 +166,16 @@ class RRef(SerializedByReference, Generic[T]):
         )
         return value
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """A proxy of the value whose methods run on the owner: ``rref.rpc_sync().size()``.
+
+        For type checkers it is the value, so that they check the arguments of the method, and know its
+        result. It has methods only.
 
         Args:
             timeout: of each call in seconds; 0 for no limit; default: the worker's.
         """
-        return proxies.Proxy(self, proxies.sync, timeout)
+        return cast("T", proxies.Proxy(self, proxies.sync, timeout))
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """As :meth:`rpc_sync`, ``timeout`` included; methods return a future."""
