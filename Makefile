@@ -22,7 +22,7 @@ simulate:  ## drawn programs under the seeded scheduler, with faults, for MINUTE
 
 fuzz:  ## every decoder, guided by coverage, for SECONDS (60) each
 	tools/setup
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[fuzz]"
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --group fuzz
 	.venv/bin/python -m tools.fuzz --seconds $(or $(SECONDS),60)
 
 bench:  ## the same work through zmqgrad and through torch, side by side
@@ -34,21 +34,19 @@ check:  ## format, lint, types, arrows, fast tests
 
 docs:  ## the documentation site, in build/site
 	tools/setup
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --group docs
 	tools/docs/scripts
 	.venv/bin/python -m tools.docs.site
 
 docs-check: docs  ## every page of the site in headless Chromium, on a desktop and a phone, light and dark
 	.venv/bin/python -m tools.docs.visit
 
-dist:  ## sdist and wheel in dist/, with a README that a package index can render
+dist:  ## sdist and wheel of the last commit in dist/, tried in an environment of their own
 	tools/setup
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[release]"
-	rm -rf dist
-	.venv/bin/python -m build --outdir dist .
-	.venv/bin/python -m twine check --strict dist/*
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --group release
+	.venv/bin/python -m tools.release
 
 matrix:  ## tests on each supported Python and torch, and docs/support.md (downloads gigabytes)
 	tools/setup
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[matrix]"
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --group matrix
 	.venv/bin/python -m tools.matrix

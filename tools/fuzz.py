@@ -35,7 +35,7 @@ def main() -> int:
         return _fuzz(sys.argv[2], sys.argv[3:])
     options = parser.parse_args()
     if importlib.util.find_spec("atheris") is None:
-        print('the fuzzer needs atheris: pip install "zmqgrad[fuzz]"', file=sys.stderr)
+        print("the fuzzer needs atheris: pip install --group fuzz", file=sys.stderr)
         return 2
     names = options.targets or sorted(path.name for path in KEPT.iterdir())
     failed = [name for name in names if _run(name, options.seconds)]

@@ -143,7 +143,7 @@ def install(root: Path, python: str, torch: str) -> None:
     # The tests' own packages are those of the pins, but for them nothing that is installed may change: the
     # lowest torch needs another sympy than the pinned one.
     constraints.write_text("\n".join(installed + pins_without(installed)))
-    uv(*target, "--constraint", constraints, "--requirements", PROJECT, "--extra", "dev")
+    uv(*target, "--constraint", constraints, "--requirements", PROJECT, "--group", f"{PROJECT}:dev")
 
 
 def pins_without(installed: Sequence[str]) -> list[str]:
