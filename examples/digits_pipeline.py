@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 
 STARTED = time.monotonic()
 HOW_TO_START = "zmqgrad run --nproc-per-node 3 examples/digits_pipeline.py"
-HOW_TO_INSTALL = 'pip install -c constraints.txt -e ".[examples]"'
+HOW_TO_INSTALL = (
+    'pip install "zmqgrad[examples]"'  # in a clone: pip install -c constraints.txt -e ".[examples]"
+)
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:

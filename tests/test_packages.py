@@ -18,7 +18,7 @@ from zmqgrad import __version__
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "zmqgrad")
+PARTS = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "zmqgrad", "examples")
 LIMIT = 120.0
 
 PROGRAM = """
@@ -100,6 +100,15 @@ def test_two_workers_of_the_wheel(environment: Path) -> None:
     command = (environment / "bin" / "zmqgrad", "run", "--nproc-per-node", "2", "call.py")
     output = run(*command, cwd=environment)
     assert f"[2.0, 2.0] {environment}" in output
+
+
+def test_the_examples_of_the_wheel(environment: Path) -> None:
+    command = environment / "bin" / "zmqgrad"
+    run(command, "examples", "copies", cwd=environment)
+    copies = {path.name for path in (environment / "copies").iterdir()}
+    assert copies == {path.name for path in (ROOT / "examples").glob("*.py")}
+    output = run(command.with_name("python"), "copies/dist_autograd_simple.py", cwd=environment)
+    assert "worker1: the sum went from" in output
 
 
 def test_type_checkers_and_the_report_find_their_files(environment: Path) -> None:

@@ -58,7 +58,14 @@ def test_help_has_examples_and_exit_codes(program: str, capsys: pytest.CaptureFi
 def test_an_unknown_option_shows_the_usage_of_its_subcommand(
     program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    required = {"run": ["x.py"], "get": ["k"], "set": ["k", "v"], "add": ["k"], "completion": ["bash"]}
+    required = {
+        "run": ["x.py"],
+        "get": ["k"],
+        "set": ["k", "v"],
+        "add": ["k"],
+        "completion": ["bash"],
+        "examples": ["x"],
+    }
     required |= {name: ["k"] for name in ("delete", "wait", "watch")}
     words = program.split()[1:]
     with pytest.raises(SystemExit, match="2"):

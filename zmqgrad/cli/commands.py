@@ -13,6 +13,7 @@ from zmqgrad.cli.parser import Command, CommandParser, describe
 COMMANDS = {
     "completion": "Print a script that completes this command's words in bash, zsh, fish or tcsh.",
     "doctor": "Check whether this host, or two hosts, can run workers, and which transports they would use.",
+    "examples": "Copy the example programs of the documentation into a directory.",
     "run": "Start a script as several workers, on this host or on each of several hosts.",
     "secret": "Make a secret for a job, which its processes need between hosts.",
     "store": "Serve a key-value store, or access a running one.",
