@@ -25,7 +25,7 @@ from typing import Any
 from zmqgrad.environment import replaces_torch_rpc
 from zmqgrad.import_hooks import AfterImport
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 _SUBMODULES = ("autograd", "errors", "interop", "nn", "optim", "rendezvous", "rpc", "store", "testing")
 

@@ -37,7 +37,10 @@ def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("word", "hint"),
-    [("rnu", "did you mean 'run'?"), ("frobnicate", "there is: completion, doctor, run, secret, store")],
+    [
+        ("rnu", "did you mean 'run'?"),
+        ("frobnicate", "there is: completion, doctor, examples, run, secret, store"),
+    ],
 )
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
     with pytest.raises(SystemExit, match="2"):
