@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from zmqgrad import __version__
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs/concepts/architecture.md").read_text()
@@ -40,3 +42,8 @@ def test_modules_that_the_architecture_names_are_there() -> None:
     for name in names:
         module = ROOT / "zmqgrad" / name
         assert module.with_suffix(".py").is_file() or (module / "__init__.py").is_file(), name
+
+
+def test_the_wheel_that_it_names_is_of_this_version() -> None:
+    for page in (README, (ROOT / "docs/start.md").read_text()):
+        assert re.findall(r"zmqgrad-([\d.]+)-py3", page) == [__version__]
