@@ -267,6 +267,10 @@ class MemoryMailbox:
         """Return why there is no shared memory: frames are copied."""
         return "off"
 
+    def share(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """Return ``frames``: see :meth:`allocate`."""
+        return frames
+
     def allocated(self, frame: Frame) -> None:
         """Return None: see :meth:`allocate`."""
 

@@ -20,27 +20,6 @@ from zmqgrad.wire.lazy_frame import Frame as Frame
 from zmqgrad.wire.messages import Message
 
 
-class SharedFrames(list[Frame]):
-    """The frames of messages to several peers: those of this host read the same copy.
-
-    What one of them writes to it, the others do not see. You must call :meth:`release` once the messages were
-    sent.
-    """
-
-    __slots__ = ("copy_of_all", "on_release")
-
-    def __init__(self, frames: Sequence[Frame]) -> None:
-        super().__init__(frames)
-        self.copy_of_all: Any = None  # where the transport has it
-        self.on_release: Callable[[], None] | None = None
-
-    def release(self) -> None:
-        """Let the copy go when its readers have done so. Idempotent."""
-        release, self.on_release, self.copy_of_all = self.on_release, None, None
-        if release is not None:
-            release()
-
-
 class Inbound(NamedTuple):
     """A message that arrived.
 
@@ -238,12 +217,15 @@ class Mailbox(Protocol):
     def allocate(self, size: int, deadline: Deadline) -> Any:
         """Allocates memory that all peers of this host can read, as :meth:`SharedMemoryTransport.allocate`.
 
-        A frame that is a view of the whole of it is sent to them without a copy, and is in memory that each
-        of them has for itself.
+        A frame that is a view of it is sent to them without a copy, and is in memory that each of them has
+        for itself.
 
         Returns:
             A writable ctypes array, which must not change any more once it was sent; or why there is none.
         """
+
+    def share(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """Returns copies of ``frames`` in such memory; ``frames`` itself if they are small or it is full."""
 
     def allocated(self, frame: Frame) -> Any:
         """Returns the array of :meth:`allocate` that has just the bytes of ``frame``; None: they have none.

@@ -55,7 +55,7 @@ from zmqgrad.transport.sealed.transport import SEALED_TYPES, SealedTransport
 from zmqgrad.transport.security import Keys, ZapAuthenticator, local_key, secure_server
 from zmqgrad.transport.sending import Sender
 from zmqgrad.transport.sessions import Sessions
-from zmqgrad.transport.shared_memory.packing import array_beneath, shared_lease
+from zmqgrad.transport.shared_memory.packing import array_beneath
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
 from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY, OnHeartbeat, Tap
 from zmqgrad.wire.codec import encode
@@ -555,7 +555,11 @@ class ZmqMailbox(Mailbox):
         return self._plane.shared_memory.allocate(size, deadline)
 
     def allocated(self, frame: Frame) -> Any:
-        return None if shared_lease(frame) is None else array_beneath(frame)
+        array = array_beneath(frame)
+        return array if array is not None and array.lease.size == len(frame) else None
+
+    def share(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        return self._plane.shared_memory.share(frames)
 
     def write(self, array: Any, offset: int, data: Frame) -> None:
         self._plane.shared_memory.write(array, offset, data)

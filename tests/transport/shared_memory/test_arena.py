@@ -58,8 +58,8 @@ class Reader:
 def test_a_shared_block_is_free_when_its_last_lease_has_ended(arena: Arena) -> None:
     one, two = Reader(arena, 1), Reader(arena, 2)
     (first,) = one.lease(MB)
-    (second,) = arena.share(2, [first])
-    (third,) = arena.share(2, [second])
+    second = arena.share(2, first)
+    third = arena.share(2, second)
     two.map(second.segment)
     assert len({lease.number for lease in (first, second, third)}) == 3
     assert {lease.offset for lease in (first, second, third)} == {first.offset}

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.support.messages import messages_of
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.base import Inbound, SharedFrames
+from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.arena import LOST
 from zmqgrad.transport.shared_memory.packing import OWN_BUFFER_BYTES, PreparedFrames
@@ -167,23 +167,27 @@ def test_a_segment_that_arrives_by_several_connections_is_mapped_once(sides: tup
 def test_frames_for_several_peers_are_copied_once(sides: tuple[Side, Side]) -> None:
     a, b = sides
     frame = bytearray(os.urandom(5000))
-    shared = SharedFrames([frame, b"small"])
-    sent = bytes(frame)
-    (_, first), (other, _) = a.transfer(shared), a.transfer(shared, local=False)
-    assert not uses_arena(other)
+    sent = [bytes(frame), b"small", b"x" * OWN_BUFFER_BYTES]
+    shared = a.transport.share([frame, *sent[1:]])
     frame[:] = bytes(5000)  # a second copy would have this
-    prepared, second = a.transfer(shared)
-    assert uses_arena(prepared)
-    assert a.leased == 1
-    shared.release()
-    shared.release()
+    (one, first), (_, second), (other, far) = (
+        a.transfer(shared),
+        a.transfer(shared),
+        a.transfer(shared, local=False),
+    )
+    assert uses_arena(one)
+    assert not uses_arena(other)
+    assert list(map(bytes, far)) == list(map(bytes, second)) == sent
+    assert a.leased == 2  # small frames have one block
+    del shared, far, other, one
     first[0][:4] = b"mine"
-    assert bytes(second[0]) == sent
-    assert bytes(first[0]) == b"mine" + sent[4:]
+    assert list(map(bytes, second)) == sent
+    assert bytes(first[0]) == b"mine" + sent[0][4:]
     del first
     b.run_jobs()
-    assert a.leased == 1
-    assert bytes(second[0]) == sent
+    a.run_jobs()
+    assert a.leased == 2
+    assert list(map(bytes, second)) == sent
     del second
     b.run_jobs()
     assert a.leased == 0
@@ -192,9 +196,10 @@ def test_frames_for_several_peers_are_copied_once(sides: tuple[Side, Side]) -> N
 def test_frames_for_several_peers_of_which_nothing_is_copied(sides: tuple[Side, Side]) -> None:
     """The arena has no room, or a frame cannot be read: nothing stays leased, and releases are not lost."""
     a, b = sides
-    too_large = SharedFrames([bytes(2 * SETTINGS.limit)])
+    too_large, small = [bytes(100_000), bytes(2 * SETTINGS.limit)], [b"small"]
+    assert a.transport.share(too_large) is too_large
+    assert a.transport.share(small) is small
     assert not any(uses_arena(a.transfer(too_large)[0]) for _ in range(2))
-    too_large.release()
     _, kept = b.transfer([bytes(5000)])
     del kept
 
@@ -208,9 +213,11 @@ def test_frames_for_several_peers_of_which_nothing_is_copied(sides: tuple[Side, 
         def materialize(self) -> bytes:
             raise AssertionError
 
-    for broken in (SharedFrames([Broken()]), [Broken()]):
-        with pytest.raises(KeyboardInterrupt):
-            a.transfer(broken)
+    with pytest.raises(KeyboardInterrupt):
+        a.transport.share([Broken()])
+    with pytest.raises(KeyboardInterrupt):
+        a.transfer([Broken()])
+    a.run_jobs()
     assert a.leased == 0
     a.transfer([bytes(5000)])
     assert b.leased == 0
@@ -760,11 +767,18 @@ def test_shared_blocks_and_other_frames_go_in_one_message(sides: tuple[Side, Sid
     assert [bytes(frame) for frame in got] == [b"x" * 5000, b"\7" * MB, b"y" * 9]
 
 
-def test_a_part_of_a_shared_block_is_copied(sides: tuple[Side, Side]) -> None:
-    a, _ = sides
+def test_parts_of_a_shared_block_are_leased_with_it(sides: tuple[Side, Side]) -> None:
+    a, b = sides
     array = shared(a)
-    (got,) = a.transfer([memoryview(array).cast("B")[: MB // 2]])[1]
-    assert bytes(got) == b"\7" * (MB // 2)
+    a.transport.write(array, 100, b"abc")
+    view = memoryview(array).cast("B")
+    got = a.transfer([view[100:200], view[:0], view[MB // 2 :], view[:103]])[1]
+    assert list(map(len, got)) == [100, 0, MB // 2, 103]
+    assert [bytes(got[0][:4]), bytes(got[3][99:])] == [b"abc\7", b"\7abc"]
+    assert a.transport.holders(array.lease) == [1]
+    assert a.leased == 1
+    del got
+    b.run_jobs()
     assert a.transport.holders(array.lease) == []
 
 

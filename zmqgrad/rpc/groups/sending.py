@@ -22,6 +22,7 @@ from zmqgrad.errors import (
     PeerLostError,
     RpcTimeoutError,
     RRefError,
+    TransportError,
 )
 from zmqgrad.rpc.calls import Description, PendingCall, describe, refused_wait
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
@@ -33,7 +34,6 @@ from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.transport import tap
-from zmqgrad.transport.base import SharedFrames
 
 OnErrors = Literal["raise", "return"]
 """What becomes of the errors of members: they are raised as one, or each is returned in place of a result."""
@@ -54,9 +54,10 @@ class SharedCall:
     """
 
     def __init__(self, worker: Worker, serialize: Callable[[SerializationContext], Serialized]) -> None:
-        self._context_for = worker.contexts.for_calls
+        self._worker = worker
         self._serialize = serialize
-        self._ready: dict[bool, Serialized] = {}
+        self._ready: dict[bool, Serialized] = {}  # by main_by_reference
+        self._shared: dict[int, Serialized] = {}  # with frames in shared memory; by the id of one in _ready
 
     def to(self, peer: WorkerRecord) -> Serialized:
         """Return what ``peer`` gets.
@@ -64,23 +65,36 @@ class SharedCall:
         Raises:
             PayloadError: if it cannot be serialized.
         """
-        context = self._context_for(peer)
+        context = self._worker.contexts.for_calls(peer)
         ready = None if context.devices else self._ready.get(context.main_by_reference)
         if ready is None:
             ready = reference, serialized = self._serialize(context)
             if not (serialized.payload.forks or context.devices):  # those are for one worker alone
-                if serialized.frames:
-                    ready = reference, serialized._replace(frames=SharedFrames(serialized.frames))
                 self._ready[context.main_by_reference] = ready
                 if serialized.payload.pickled is None and reference and not reference.startswith("__main__:"):
                     self._ready[not context.main_by_reference] = ready
-        return ready
+            else:
+                return ready
+        return self._on_this_host(ready) if ready[1].frames and self._is_local(peer) else ready
+
+    def _is_local(self, peer: WorkerRecord) -> bool:
+        try:
+            return self._worker.mailbox.is_local(peer.id)
+        except TransportError:  # as sending to it will raise
+            return False
+
+    def _on_this_host(self, ready: Serialized) -> Serialized:
+        """What members on this host get: they read the same memory."""
+        if id(ready) not in self._shared:
+            reference, serialized = ready
+            frames = self._worker.mailbox.share(serialized.frames)
+            self._shared[id(ready)] = reference, serialized._replace(frames=frames)
+        return self._shared[id(ready)]
 
     def release(self) -> None:
-        """All messages were sent. Idempotent."""
-        for _, serialized in self._ready.values():
-            if isinstance(serialized.frames, SharedFrames):
-                serialized.frames.release()
+        """All messages were sent: the memory that they share goes with its last reader. Idempotent."""
+        self._shared.clear()
+        self._ready.clear()
 
 
 @dataclass(slots=True)

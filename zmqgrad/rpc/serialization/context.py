@@ -60,7 +60,7 @@ class SerializedPayload(NamedTuple):
     """
 
     payload: Payload
-    frames: list[Frame]
+    frames: Sequence[Frame]
     tensors: Sequence[torch.Tensor]
 
 

@@ -118,14 +118,12 @@ class Arena:
             logger.debug("no shared memory for worker %d: %s", peer, e)
             return "no memory"
 
-    def share(self, peer: int, leases: Iterable[Lease]) -> list[Lease]:
-        """Lease the blocks of ``leases``, none of which ends meanwhile, to ``peer`` as well."""
+    def share(self, peer: int, lease: Lease) -> Lease:
+        """Lease the block of ``lease``, which does not end meanwhile, to ``peer`` as well."""
         with self._lock:
-            state = self._peers.setdefault(peer, LeaseState())
-            shared = [lease._replace(number=next(self._lease_numbers)) for lease in leases]
-            for lease in shared:
-                self._more[lease.segment.id, lease.offset] += 1
-                state.leases[lease.number] = lease
+            shared = lease._replace(number=next(self._lease_numbers))
+            self._more[shared.segment.id, shared.offset] += 1
+            self._peers.setdefault(peer, LeaseState()).leases[shared.number] = shared
             return shared
 
     def written(self, leases: Iterable[Lease]) -> None:

@@ -6,6 +6,7 @@ of one buffer: a hundred small tensors are one block, or one ZeroMQ frame, not a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,9 @@ def array_beneath(frame: object) -> Any:
     return frame if hasattr(frame, "lease") else None
 
 
-def shared_lease(frame: Frame) -> Lease | None:
-    """The lease of ``frame`` if it is a view of the whole of such an array."""
+def shared_part(frame: Any) -> tuple[Lease, int] | None:
+    """The lease of the array that ``frame`` is a view of, and where in it that begins; None if of none."""
     array = array_beneath(frame)
-    return array.lease if array is not None and array.lease.size == len(frame) else None
+    if array is None or not len(frame):
+        return None
+    return array.lease, ctypes.addressof(ctypes.c_char.from_buffer(frame)) - ctypes.addressof(array)

@@ -19,13 +19,13 @@ from typing import Any
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import ServiceThread
-from zmqgrad.transport.base import Buffer, SharedFrames
+from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.local.connection import Offer
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.arena import OWN, Arena, Lease
 from zmqgrad.transport.shared_memory.copier import Copier
 from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
-from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan, shared_lease
+from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan, shared_part
 from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.codec import encode
@@ -96,20 +96,19 @@ class SharedMemoryTransport:
         released = self._mapped_blocks.take_releases(peer)
         if not frames:
             return PreparedFrames(Manifest(released=released) if released else None, ())
-        if local and self._references and (own := [shared_lease(f) for f in frames]) != [None] * len(own):
+        if local and self._references and any(own := [shared_part(f) for f in frames]):
             return self._prepare_shared(peer, frames, own, released)
         sizes = [len(f) for f in frames]
         total = sum(sizes)
         if total >= self._threshold:
             buffers, slices = plan(sizes)
-            shared = isinstance(frames, SharedFrames)
             try:
                 leases = self._lease(peer, local, buffers, slices, frames)
             except BaseException:
                 self._mapped_blocks.restore_releases(peer, released)
                 raise
             if leases is not None:
-                placed = [FrameBuffer(b.segment.id, b.number, b.offset, b.size, shared) for b in leases]
+                placed = [FrameBuffer(b.segment.id, b.number, b.offset, b.size) for b in leases]
                 segments = {lease.segment.id: lease.segment for lease in leases}
                 manifest = Manifest(tuple(placed), slices, released)
                 self.bytes_out += total
@@ -117,30 +116,38 @@ class SharedMemoryTransport:
         return pack_for_socket(frames, sizes, released)
 
     def _prepare_shared(
-        self, peer: int, frames: Sequence[Frame], shared: Sequence[Lease | None], released: tuple[int, ...]
+        self,
+        peer: int,
+        frames: Sequence[Frame],
+        shared: Sequence[tuple[Lease, int] | None],
+        released: tuple[int, ...],
     ) -> PreparedFrames:
-        """Lease the blocks of those ``frames`` that are :attr:`shared` ones; the others use the socket."""
-        rest = [materialize(f) for f, lease in zip(frames, shared, strict=True) if lease is None]
+        """Lease the blocks of those ``frames`` that are ``shared`` ones; the others use the socket."""
+        rest = [materialize(f) for f, part in zip(frames, shared, strict=True) if part is None]
         buffers, slices, number = [FrameBuffer(size=len(f)) for f in rest], [], 0
         segments: dict[int, Segment] = {}
-        for frame, own in zip(frames, shared, strict=True):
-            if own is None:
+        indices: dict[int, int] = {}  # of the buffers, by the own lease of their block
+        for frame, part in zip(frames, shared, strict=True):
+            if part is None:
                 slices.append(FrameSlice(number, 0, len(frame)))
                 number += 1
                 continue
-            (lease,) = self._arena.share(peer, [own])
-            segments[lease.segment.id] = lease.segment
-            slices.append(FrameSlice(len(buffers), 0, lease.size))
-            buffers.append(FrameBuffer(lease.segment.id, lease.number, lease.offset, lease.size, True))
-            self.bytes_out += lease.size
+            own, start = part
+            if own.number not in indices:
+                indices[own.number] = len(buffers)
+                lease = self._arena.share(peer, own)
+                segments[lease.segment.id] = lease.segment
+                buffers.append(FrameBuffer(lease.segment.id, lease.number, lease.offset, lease.size, True))
+            slices.append(FrameSlice(indices[own.number], start, len(frame)))
+            self.bytes_out += len(frame)
         manifest = Manifest(tuple(buffers), tuple(slices), released)
         return PreparedFrames(manifest, rest, tuple(segments.values()))
 
     def allocate(self, size: int, deadline: Deadline) -> Any:
         """Allocate a block that many peers of this host may read, each without a copy.
 
-        Once it has been written, it must not change. A frame that is a view of the whole array is leased to
-        the peer that it is sent to; the block is freed when the array and all leases have ended.
+        Once it has been written, it must not change. The block of a frame that is a view of the array is
+        leased to the peer that it is sent to; it is freed when the array and all leases have ended.
 
         Args:
             size: in bytes.
@@ -181,6 +188,22 @@ class SharedMemoryTransport:
         lease = array.lease
         lease.segment.write(lease.offset + offset, data, self._copy)
 
+    def share(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """Copy ``frames`` to such blocks; returns them as they are if they are small, or there is no room."""
+        sizes = [len(f) for f in frames]
+        if sum(sizes) < self._threshold:
+            return frames
+        buffers, slices = plan(sizes)
+        arrays = [self.allocate(size, Deadline.after(0.0)) for size in buffers]
+        why = [array for array in arrays if isinstance(array, str)]
+        if why:
+            self.fallbacks[why[0]] += 1
+            return frames
+        for part, frame in zip(slices, frames, strict=True):
+            self.write(arrays[part.buffer], part.offset, frame)
+        views = [memoryview(array).cast("B") for array in arrays]
+        return [views[part.buffer][part.offset : part.offset + part.size] for part in slices]
+
     def holders(self, lease: Lease) -> list[int]:
         """The peers that have a block, as :meth:`Arena.holders`, less this worker."""
         self._collect_dropped()
@@ -218,14 +241,11 @@ class SharedMemoryTransport:
         frames: Sequence[Frame],
     ) -> list[Lease] | None:
         """Lease blocks to ``peer`` with the bytes of ``frames``; None if that is not possible."""
-        shared = isinstance(frames, SharedFrames)
-        if isinstance(frames, SharedFrames) and frames.copy_of_all and local:
-            return self._arena.share(peer, frames.copy_of_all)
-        owner = OWN if shared else peer
+        self._collect_dropped()
         if not self._arena.limit or self._pid != os.getpid():
             result: list[Lease] | str = "off"
         else:
-            result = self._arena.lease(owner, sizes, keep=True) if local else "other host"
+            result = self._arena.lease(peer, sizes, keep=True) if local else "other host"
         if isinstance(result, str):
             self.fallbacks[result] += 1
             return None
@@ -235,13 +255,9 @@ class SharedMemoryTransport:
                 lease.segment.write(lease.offset + part.offset, frame, self._copy)
         except BaseException:  # including Ctrl-C, as large copies take long
             self._arena.written(result)
-            self._arena.release(owner, [lease.number for lease in result])
+            self._arena.release(peer, [lease.number for lease in result])
             raise
         self._arena.written(result)
-        if isinstance(frames, SharedFrames):
-            frames.copy_of_all = result
-            frames.on_release = partial(self._arena.release, owner, [lease.number for lease in result])
-            result = self._arena.share(peer, result)
         self._schedule_trim()
         return result
 
