@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -106,6 +108,22 @@ def test_versions_rise_and_a_version_never_changes(trio: Cluster) -> None:
     second = subscription.wait(newer_than=1)
     assert (first.version, second.version, subscription.version) == (1, 2, 2)
     assert (values(first), values(second)) == ({1.0}, {2.0})
+
+
+def test_what_a_closed_subscription_held_is_freed_at_once(trio: Cluster) -> None:
+    """Not when the collector next looks for cycles: it may be much memory."""
+    rpc.publish("policy", state(1.0))
+    with trio.acting(1):
+        subscription = rpc.subscribe("policy")
+    held = weakref.ref(subscription.tensors["a"].untyped_storage())
+    gc.collect()
+    gc.disable()
+    try:
+        subscription.close()
+        del subscription
+        eventually(lambda: held() is None)
+    finally:
+        gc.enable()
 
 
 def test_what_a_reader_writes_is_seen_by_nobody_else(trio: Cluster) -> None:

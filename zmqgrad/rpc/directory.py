@@ -227,9 +227,14 @@ class Follower:
     def close(self) -> None:
         """Run ``step`` no more; a run that has begun may end later. Idempotent."""
         with self._lock:
-            already, self.closed = self.closed, True
-        if not already:
-            self._end()
+            self.closed = True
+            end, self._end = self._end, _nothing
+            self._step = _nothing  # what it belongs to is garbage at once, not with the next cycle
+        end()
+
+
+def _nothing(*_: object) -> None:
+    """What a closed follower runs."""
 
 
 def _reply() -> bool:
