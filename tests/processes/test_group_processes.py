@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.namespaces import Hosts, enter, hosts
 from tests.support.processes import run_processes
 from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import GroupError, PeerLostError
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.relaying import shelf_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+__all__ = ["hosts"]
 
 
 def die_on(name: str, x: Any) -> str:
@@ -99,3 +106,87 @@ def calls(rank: int) -> Any:
 
 def test_group_calls_over_processes() -> None:
     run_processes(calls, 4, may_die={2})
+
+
+# ---- two hosts ---------------------------------------------------------------------------------------------
+
+SIZE = 1_500_000  # 6 MB
+FAR = [1, 2, 3, 4]
+
+
+def sent() -> int:
+    """How many bytes this worker has sent through sockets."""
+    return int(rpc.get_stats()["sent_by_path"]["frames"])
+
+
+def far_total(dies: str, x: torch.Tensor) -> tuple[str, float]:
+    """The sum of an argument that belongs to this worker; the one that dies does so when it has it."""
+    name = die_on(dies, x)
+    found = float(x.sum())
+    x.zero_()
+    return name, found
+
+
+def all_is_free() -> None:
+    """Wait until nobody reads memory of this worker, and it passes nothing on."""
+    eventually(lambda: leased() == 0 and not shelf_of(current_worker()).keys())
+
+
+def across(rank: int) -> int:
+    """0 calls members of another host, of which one after the other dies. Returns how much it has sent."""
+    enter(min(rank, 1))
+    rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=60.0))
+    if rank != 0:
+        assert told_to_end.wait(90)
+        rpc.shutdown(graceful=False)
+        return 0
+    x, everyone = torch.ones(SIZE), rpc.group("worker*")
+    assert everyone.call(far_total, ("nobody", x)) == [(f"worker{n}", SIZE) for n in range(5)]
+    once = sent()
+    everyone[1:].call(all_is_free)
+    all_is_free()
+    for dies in ("worker1", "worker2"):
+        members = rpc.group("worker*")
+        with pytest.raises(GroupError, match=rf"members of the group: {dies}: PeerLostError") as e:
+            members.call(far_total, (dies, x))
+        living = [info.name for info in members if info.name != dies]
+        assert e.value.results == {name: (name, SIZE) for name in living}
+    rpc.group(living).call(all_is_free)
+    rpc.group(living[1:]).call(end)
+    rpc.shutdown(graceful=False)
+    return once
+
+
+told_to_end = threading.Event()
+
+
+def end() -> None:
+    """This worker is not needed any more."""
+    told_to_end.set()
+
+
+def die_while_others_wait(rank: int) -> bool:
+    """0 is killed when the first of its members has the arguments."""
+    enter(min(rank, 1))
+    rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=60.0))
+    if rank == 0:
+        for _, future in rpc.group(FAR).call_async(far_total, ("nobody", torch.ones(SIZE))).as_completed():
+            future.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+    rpc.on_loss(lambda info, why: told_to_end.set())
+    assert told_to_end.wait(60)
+    all_is_free()
+    rpc.shutdown(graceful=False)
+    return True
+
+
+@pytest.mark.timeout(150)
+def test_each_other_host_gets_arguments_once_and_members_may_die(hosts: Hosts) -> None:
+    once = run_processes(across, 5, timeout=120, env=hosts.environment(), may_die=[1, 2])[0]
+    assert 4 * SIZE <= once < 6 * SIZE
+
+
+@pytest.mark.timeout(150)
+def test_a_killed_caller_leaves_no_memory_on_another_host(hosts: Hosts) -> None:
+    results = run_processes(die_while_others_wait, 5, timeout=120, env=hosts.environment(), may_die=[0])
+    assert results[1:] == [True] * 4

@@ -8,6 +8,7 @@ prints, of warm memory:
     reader    milliseconds until a further reader of the host has a version
     hosts     with ``--hosts`` (root and iproute2): from the announcement of a version until four readers of
               another host have it, against one call with as many bytes, in turn
+    group     with ``--hosts``, a group call of these four with as many bytes, against the same
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LIMIT_SECONDS = 170.0
 FAR_READERS = 4
 PORT = 29617
 
-GOALS = {"publish": 1.3, "reader": 1.0, "hosts": 1.2}
+GOALS = {"publish": 1.3, "reader": 1.0, "hosts": 1.2, "group": 1.2}
 
 
 def make_state(mb: int, layers: int) -> dict[str, torch.Tensor]:
@@ -100,11 +101,12 @@ def between_hosts(place: Place, mb: int, layers: int, rounds: int) -> dict[str, 
     enter(0 if place.rank == 0 else 1)
     names = [f"w{n}" for n in range(place.count)]
     rpc.init_rpc(f"w{place.rank}", rank=place.rank, world_size=place.count, rpc_backend_options=options(mb))
-    ratios = []
+    ratios, group_ratios = [], []
     if place.rank == 0:
-        state, whole = make_state(mb, layers), torch.ones(mb << 18)
+        state, whole, group = make_state(mb, layers), torch.ones(mb << 18), rpc.group(names[1:])
         for turn in range(rounds + WARM):
             sent = seconds_of(lambda: rpc.rpc_sync("w1", consume, args=(whole,)))
+            called = seconds_of(lambda: group.call(consume, (whole,)))
             began = time.perf_counter()
             number = rpc.publish("state", state)
             published = time.perf_counter()
@@ -112,12 +114,14 @@ def between_hosts(place: Place, mb: int, layers: int, rounds: int) -> dict[str, 
             read = time.perf_counter() - published
             if turn >= WARM:
                 ratios.append(read / sent)
+                group_ratios.append(called / sent)
                 print(
-                    f"one send {sent:.3f} s, publish {published - began:.3f} s, then read {read:.3f} s",
+                    f"one send {sent:.3f} s, group call {called:.3f} s, publish {published - began:.3f} s, "
+                    f"then read {read:.3f} s",
                     file=sys.stderr,
                 )
     rpc.shutdown()
-    return {"hosts": statistics.median(ratios)} if ratios else {}
+    return {"hosts": statistics.median(ratios), "group": statistics.median(group_ratios)} if ratios else {}
 
 
 def consume(x: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.peer_contexts import PeerContexts
 from zmqgrad.rpc.profiling import callee_range
+from zmqgrad.rpc.relaying import complete
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.deserializer import deserialize_call, deserialize_tensors
@@ -71,19 +72,22 @@ class Callee:
             Exception: what the function raised; the server replies with it. A remote call does not raise it:
                 the error is raised where the value is fetched.
         """
-        call, tensors, run = inbound.message, None, None
-        unwrap = self._unwrappers.get(inbound.envelope.type)
-        if unwrap is not None:
-            call, tensors, run = unwrap(inbound)
+        tensors = run = None
+        call: Any = getattr(inbound.message, "wrapped", inbound.message)
         source = inbound.envelope.source
         created: Promise[Any] | None = None
         if isinstance(call, RemoteCall):
             created = self._references.create_pending(source, call.rref_id, call.fork_id)
-        elif not isinstance(call, Call):
-            self._fetch(inbound, call)
-            return
         value: Any = None
         try:
+            if isinstance(call, (Call, RemoteCall)) and call.payload.shelf:
+                inbound = complete(inbound, call.payload.shelf)
+            unwrap = self._unwrappers.get(inbound.envelope.type)
+            if unwrap is not None:
+                call, tensors, run = unwrap(inbound)
+            if not isinstance(call, (Call, RemoteCall)):
+                self._fetch(inbound, call)
+                return
             function, args, kwargs = self._decode(inbound, call, tensors)
             tensors = None  # the function decides how long they live
             with callee_range(self._worker, source, call.function or function, call.traceparent):

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from zmqgrad.errors import ArgumentTypeError, PeerLostError, RpcTimeoutError
+from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.groups.sending import SharedCall
@@ -59,17 +60,19 @@ def broadcast(
     find = worker.membership.find
     peers = worker.membership.all() if workers is None else [find(w, deadline.timeout()) for w in workers]
     seconds = 0.0 if deadline.timeout() is None else max(1e-6, deadline.left())  # 0 would be no limit
-    shared = SharedCall(worker, partial(serialize_call, func, args, kwargs))
+    shared = SharedCall(worker, peers, partial(serialize_call, func, args, kwargs))
+    calls: list[PendingCall] = []
     futures: list[RpcFuture[T]] = []
     try:
         for peer in peers:
             ready = shared.to(peer)
             try:
-                futures.append(worker.future(worker.request_call(peer.id, *ready, seconds, func)))
+                calls.append(worker.request_call(peer.id, *ready, seconds, func))
+                futures.append(worker.future(calls[-1]))
             except PeerLostError as e:
                 futures.append(worker.replies.failed_future(e))
     finally:
-        shared.release()
+        shared.release([call.promise for call in calls])
     return futures
 
 

@@ -1,12 +1,10 @@
-"""Published tensors, where they are: versions of a publisher, which one worker of each host passes on.
+"""Published tensors, where they are made: versions on the shelf of a publisher.
 
 A version is immutable: the bytes of its tensors are in blocks (of shared memory, where there is any) that are
 written once, before the version is announced by a key in the store. A reader asks the publisher for it, and
-gets all blocks in one reply, each leased to it: so it has the whole of one version, whatever is published
-meanwhile, and no block is written again before its lease has ended. The publisher itself holds the newest
-version only.
-
-Readers of another host get a version from the first of them that has asked: the *relay* of their host.
+gets all blocks at once, each leased to it (:mod:`~zmqgrad.rpc.relaying`): so it has the whole of one version,
+whatever is published meanwhile, and no block is written again before its lease has ended. The publisher
+itself holds the newest version only.
 """
 
 from __future__ import annotations
@@ -14,9 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -31,9 +27,8 @@ from zmqgrad.errors import (
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.serialization.pickler import OutOfBand
+from zmqgrad.rpc.relaying import Place, Redirection, Version, offer, shelf_of
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.wire.tensors.blobs import ALIGNMENT_BYTES, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
@@ -52,109 +47,16 @@ class Announcement(msgspec.Struct, frozen=True):
     publisher: int
 
 
-class Place(NamedTuple):
-    """Where a tensor is: ``offset`` in bytes from the start of block number ``block``."""
+class Published:
+    """What one worker publishes.
 
-    block: int
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
+    Attributes:
+        making: held while a version is made: one at a time.
+    """
 
-
-@dataclass(frozen=True)
-class Version:
-    """One version: where its tensors are, and the blocks, by their number."""
-
-    number: int
-    publisher: int
-    places: dict[str, Place]
-    blocks: dict[int, Any]
-    narrowed: bool = False
-    relays: dict[str, int] = field(default_factory=dict)
-    """The worker that passes it on, by host."""
-
-    @cached_property
-    def _encoded_places(self) -> bytes:
-        return msgspec.msgpack.encode(self.places)
-
-    def __reduce__(self) -> Any:
-        """Each block is one frame, which is leased if the reader is on this host."""
-        blocks = {number: OutOfBand(block) for number, block in self.blocks.items()}
-        return _received, (self.number, self.publisher, self._encoded_places, blocks, self.narrowed)
-
-
-_decode_places = msgspec.msgpack.Decoder(dict[str, Place]).decode
-
-
-def _received(number: int, publisher: int, places: bytes, blocks: dict[int, Any], narrowed: bool) -> Version:
-    return Version(number, publisher, _decode_places(places), blocks, narrowed)
-
-
-class Redirection(NamedTuple):
-    """Version ``number`` is with ``relay``."""
-
-    number: int
-    relay: int
-
-
-class Shelf:
-    """The versions that one worker has for readers: its own, and those that it relays to its host."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.publishing = threading.Lock()  # held while a version is made: one at a time
-        self._changed = threading.Condition()  # guards all below
-        self._versions: dict[str, Version] = {}
-        self._seen: dict[str, float] = {}  # the newest version that is read here, by name
-        self._leases: dict[str, list[tuple[int, Any]]] = {}  # of blocks that were published here
-        self._closed = False
-        worker.hooks.closing.append(self._close)
-
-    def newest(self, name: str) -> Version | None:
-        """The newest version on this worker."""
-        return self._versions.get(name)
-
-    def put(self, name: str, version: Version) -> None:
-        """Let readers have ``version``, and drop the one before."""
-        with self._changed:
-            self._versions[name] = version
-            self._changed.notify_all()
-
-    def drop(self, name: str) -> None:
-        """Let readers have none."""
-        with self._changed:
-            self._versions.pop(name, None)
-
-    def seen(self, name: str, number: float) -> None:
-        """This worker reads version ``number`` now: it does not relay an older one any more."""
-        with self._changed:
-            self._seen[name] = number
-            found = self._versions.get(name)
-            if found is not None and found.publisher != self.worker.id and found.number < number:
-                del self._versions[name]
-            self._changed.notify_all()
-
-    def wait_for(self, name: str, number: int, seconds: float) -> Version | None:
-        """The newest version, once it is ``number`` or later; None if it is not, or after ``seconds``."""
-
-        def find() -> Version | None:
-            found = self._versions.get(name)
-            return found if found is not None and found.number >= number else None
-
-        with blocking_section(), self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or find() is not None or self._seen.get(name, 0) >= number, seconds
-            )
-            return find()
-
-    def relay_for(self, version: Version, reader: int, failed: int) -> int:
-        """The relay of ``version`` for the host of ``reader``, which becomes it if there is none."""
-        host = self.worker.membership.record(reader).host
-        with self._changed:
-            relay = version.relays.get(host, failed)
-            if relay == failed or relay in self.worker.lost:
-                version.relays[host] = relay = reader
-            return relay
+    def __init__(self) -> None:
+        self.making = threading.Lock()
+        self._leases: dict[str, list[tuple[int, Any]]] = {}  # of the blocks that were made here, by name
 
     def note_lease(self, name: str, number: int, block: Any) -> None:
         """Remember that a block was made for version ``number``, to tell who holds it."""
@@ -164,9 +66,9 @@ class Shelf:
                 self._leases[key] = [(n, x) for n, x in leases if (x.segment.id, x.offset) != place]
             self._leases.setdefault(name, []).append((number, block.lease))
 
-    def holders(self) -> str:
+    def holders(self, worker: Worker) -> str:
         """Which workers hold which versions, in words."""
-        worker, parts = self.worker, []
+        parts = []
         for name, leases in self._leases.items():
             for number, lease in leases:
                 peers = worker.mailbox.holders(lease)
@@ -176,21 +78,6 @@ class Shelf:
                     )
                     parts.append(f"version {number} of {name!r}: {names}")
         return "; ".join(parts)
-
-    def _close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._versions.clear()
-            self._changed.notify_all()
-
-
-def shelf_of(worker: Worker) -> Shelf:
-    """The shelf of ``worker``."""
-    extensions = worker.hooks.extensions
-    if "published" not in extensions:
-        extensions.setdefault("published", Shelf(worker))
-    shelf: Shelf = extensions["published"]
-    return shelf
 
 
 # ---- the publisher ----------------------------------------------------------------------------------------
@@ -235,26 +122,25 @@ def publish(
     began, checked = monotonic_ns(), _checked(tensors)
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     shelf = shelf_of(worker)
-    with shelf.publishing:
+    published: Published = worker.hooks.extensions.setdefault("published", Published())
+    with published.making:
         raw, number = _next_number(worker, name)
         before = shelf.newest(name)
-        before = before if before is not None and before.publisher == worker.id else None
+        before = before if before is not None and before.source == worker.id else None
         kept = {} if changed is None else _unchanged(checked, set(changed), before)
         places, blocks = dict(kept), {}
         size, fresh = 0, {key: t for key, t in checked.items() if key not in kept}
         if fresh:
             plan = _Plan(fresh, worker.ids.next())
             size = plan.size
-            block = allocate(worker, shelf, size, deadline)
+            block = allocate(worker, published, size, deadline)
             plan.fill(block, worker.mailbox.write if hasattr(block, "lease") else None)
             blocks[next(iter(plan.places.values())).block] = block
             places.update(plan.places)
-            shelf.note_lease(name, number, block)
+            published.note_lease(name, number, block)
         if before is not None:
             blocks.update({p.block: before.blocks[p.block] for p in kept.values()})
-        # The relays stay: they have the blocks that did not change.
-        relays = {} if before is None else dict(before.relays)
-        version = Version(number, worker.id, {key: places[key] for key in checked}, blocks, relays=relays)
+        version = Version(number, worker.id, {key: places[key] for key in checked}, blocks)
         shelf.put(name, version)  # first: who reads the announcement asks for it
         announced = msgspec.json.encode(Announcement(number, worker.id))
         if worker.directory.shared().compare_set(PREFIX + name, raw, announced) != announced:
@@ -362,7 +248,7 @@ class _Plan:
         return block
 
 
-def allocate(worker: Worker, shelf: Shelf, size: int, deadline: Deadline) -> Any:
+def allocate(worker: Worker, published: Published, size: int, deadline: Deadline) -> Any:
     """A block of ``size`` bytes: of shared memory, or of this process if the system has none.
 
     Raises:
@@ -374,7 +260,7 @@ def allocate(worker: Worker, shelf: Shelf, size: int, deadline: Deadline) -> Any
     if block == "off":
         return bytearray(size)
     arena = worker.mailbox.statistics()["arena"]
-    held = shelf.holders()
+    held = published.holders(worker)
     who = f"These workers hold versions: {held}. " if held else ""
     raise RpcTimeoutError(
         f"{worker.name}: no shared memory for a version of {size} bytes ({block}): {arena['bytes_leased']} "
@@ -396,65 +282,26 @@ def tensor_at(block: Any, place: Place) -> torch.Tensor:
 
 
 def fetch_version(
-    name: str, narrow: Mapping[str, Slice | None] | None, failed: int, known: Collection[int]
+    name: str, failed: int, known: Collection[int], narrow: Mapping[str, Slice | None] | None
 ) -> Version | Redirection | None:
-    """Runs on the publisher: its newest version for the worker that calls.
+    """Runs on the publisher: its newest version for the worker that calls, as :func:`offer`.
 
     Args:
         name: of the versions.
+        failed, known: as for :func:`offer`.
         narrow: the parts that a reader of another host wants; None: all.
-        failed: the relay that did not have the version; -1: none.
-        known: the blocks that the reader has as a relay.
-
-    Returns:
-        None if nothing is published here.
     """
     worker, request = current_worker(), served()
-    shelf = shelf_of(worker)
-    version = shelf.newest(name)
-    if version is None or request is None:
-        return None
-    reader = request.source
-    if reader == worker.id or worker.mailbox.is_local(reader):
-        return version
-    if narrow is not None:
-        return _narrowed(version, narrow)
-    relay = shelf.relay_for(version, reader, failed)
-    if relay != reader:
-        return Redirection(version.number, relay)
-    return replace(version, blocks={n: block for n, block in version.blocks.items() if n not in known})
-
-
-def relayed_version(name: str, number: int, seconds: float) -> Version | None:
-    """Runs on a relay: version ``number`` or a later one, once it is here; None if it does not come."""
-    return shelf_of(current_worker()).wait_for(name, number, seconds)
-
-
-def relay(worker: Worker, name: str, version: Version, known: Mapping[int, Any]) -> Version:
-    """Let the readers of this host have a ``version`` that has arrived, but for the ``known`` blocks."""
-    blocks: dict[int, Any] = {}
-    for number in {place.block for place in version.places.values()}:
-        if number in known:
-            blocks[number] = known[number]
-            continue
-        data = memoryview(version.blocks[number])
-        block = worker.mailbox.allocated(data)
-        if block is None:  # it was small, or there was no room
-            block = worker.mailbox.allocate(len(data), Deadline.after(0.0))
-            if isinstance(block, str):  # readers get copies
-                block = version.blocks[number]
-            else:
-                worker.mailbox.write(block, 0, data)
-        blocks[number] = block
-    relayed = replace(version, blocks=blocks)
-    shelf_of(worker).put(name, relayed)
-    return relayed
+    if narrow is not None and request is not None and not worker.mailbox.is_local(request.source):
+        version = shelf_of(worker).newest(name)
+        return None if version is None else _narrowed(version, narrow)
+    return offer(name, failed, known)
 
 
 def _narrowed(version: Version, parts: Mapping[str, Slice | None]) -> Version:
     """A version with only these parts of its tensors, in a block of its own."""
     plan = _Plan(take_parts(version.places, version.blocks, parts), 0)
-    return Version(version.number, version.publisher, plan.places, {0: plan.fill(bytearray(plan.size))}, True)
+    return Version(version.number, version.source, plan.places, {0: plan.fill(bytearray(plan.size))}, True)
 
 
 def take_parts(

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 import torch
@@ -21,24 +20,12 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.publishing import (
-    PREFIX,
-    Announcement,
-    Redirection,
-    Slice,
-    fetch_version,
-    relay,
-    relayed_version,
-    shelf_of,
-    take_parts,
-)
+from zmqgrad.rpc.publishing import PREFIX, Announcement, Slice, fetch_version, take_parts
+from zmqgrad.rpc.relaying import fetch, shelf_of
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import blocking_section
 
 logger = logging.getLogger(__name__)
-
-RELAY_SECONDS = 60.0
-"""How long a reader waits for the relay of its host before it asks the publisher again."""
 
 
 class PublishedTensors(dict[str, torch.Tensor]):
@@ -75,7 +62,7 @@ class Subscription:
         self._error: Exception | None = None
         self._wakers: list[Callable[[], object]] = []
         self._closed = False
-        self._shelf.seen(name, 0)
+        self._reading = self._shelf.begin(name)
         self._follower = worker.directory.follow(PREFIX + name, self._step, self._end)
 
     @property
@@ -170,11 +157,11 @@ class Subscription:
     def close(self) -> None:
         """Fetch no more. Tensors that were read stay valid. Idempotent."""
         self._follower.close()
-        self._shelf.seen(self._name, float("inf"))
 
     def _end(self) -> None:
         with self._changed:
             self._closed = True
+        self._shelf.end(self._name, self._reading)
         self._notify()
 
     def __enter__(self) -> Subscription:
@@ -205,7 +192,7 @@ class Subscription:
             if self._closed:
                 return
             self._current, self._error = tensors, None
-        self._shelf.seen(self._name, tensors.version)
+        self._shelf.seen(self._name, self._reading, tensors.version)
         self._notify()
         if self._callback is not None:
             self._callback(tensors)
@@ -218,38 +205,21 @@ class Subscription:
             wake()
 
     def _fetch(self, announced: Announcement) -> PublishedTensors | None:
-        worker, name, publisher, failed = self._worker, self._name, announced.publisher, -1
-        while True:
-            held = self._shelf.newest(name)
-            known = {} if held is None or held.publisher == worker.id else held.blocks
-            if known and held is not None and held.number >= announced.version:  # for another subscription
-                reply = self._ask(worker.id, relayed_version, (name, held.number, 0.0))
-                break
-            reply = self._ask(publisher, fetch_version, (name, self._narrow, failed, tuple(known)))
-            if not isinstance(reply, Redirection):
-                if reply is not None and not (reply.narrowed or worker.mailbox.is_local(publisher)):
-                    version = relay(worker, name, reply, known)  # others of this host wait for it
-                    reply = self._ask(worker.id, relayed_version, (name, version.number, 0.0))
-                break
-            try:
-                failed = reply.relay
-                reply = self._ask(failed, relayed_version, (name, reply.number, RELAY_SECONDS))
-                if reply is not None:
-                    break
-            except (PeerLostError, UnknownWorkerError) as e:
-                logger.info("%s: asks the publisher of %r instead: %s", worker.name, name, e)
-        if reply is None:  # another worker publishes it by now, which will be announced
-            return None
-        parts = None if reply.narrowed else self._narrow
-        tensors = PublishedTensors(take_parts(reply.places, reply.blocks, parts))
-        tensors.version = reply.number
-        return tensors
-
-    def _ask(self, peer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        worker = self._worker
-        return worker.decode(
-            worker.send_and_wait(lambda: worker.call(peer, function, args, timeout=0, waits=True))
+        version = fetch(
+            self._worker,
+            self._name,
+            self._reading,
+            announced.publisher,
+            announced.version,
+            fetch_version,
+            self._narrow,
         )
+        if version is None:  # another worker publishes it by now, which will be announced
+            return None
+        parts = None if version.narrowed else self._narrow
+        tensors = PublishedTensors(take_parts(version.places, version.blocks, parts))
+        tensors.version = version.number
+        return tensors
 
 
 def subscribe(

@@ -13,8 +13,10 @@ log of messages, and injects faults by message type (:mod:`~zmqgrad.testing.faul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from msgspec.structs import replace
 
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, make_worker
@@ -31,7 +33,13 @@ __all__ = ["Cluster", "cluster"]
 class Cluster:
     """``workers`` named ``worker0``, ``worker1``, ... on one ``network``, timed by ``clock``."""
 
-    def __init__(self, size: int, options: RpcBackendOptions | None = None, clock: Clock = MONOTONIC) -> None:
+    def __init__(
+        self,
+        size: int,
+        options: RpcBackendOptions | None = None,
+        clock: Clock = MONOTONIC,
+        hosts: Sequence[str] = (),
+    ) -> None:
         if size < 1:
             raise ValueError(f"a cluster has at least one worker, not {size}")
         self.network = MemoryNetwork()
@@ -39,11 +47,14 @@ class Cluster:
         self.store = HashStore()
         options = options or RpcBackendOptions(rpc_timeout=20.0)
         for rank in range(size):
-            mailbox = MemoryMailbox(self.network, f"worker{rank}", rank)
+            mailbox = MemoryMailbox(self.network, f"worker{rank}", rank, hosts)
             self.workers.append(make_worker(f"worker{rank}", rank, size, mailbox, options, clock))
+        records = [worker.membership.own for worker in self.workers]
+        if hosts:
+            records = [replace(r, host=host) for r, host in zip(records, hosts, strict=True)]
         for worker in self.workers:
-            for other in self.workers:
-                worker.membership.learn(other.membership.own)
+            for record in records:
+                worker.membership.learn(record)
             worker.directory.store = self.store.clone()
             worker.start()
 
@@ -75,7 +86,10 @@ class Cluster:
 
 @contextmanager
 def cluster(
-    size: int, options: RpcBackendOptions | None = None, clock: Clock = MONOTONIC
+    size: int,
+    options: RpcBackendOptions | None = None,
+    clock: Clock = MONOTONIC,
+    hosts: Sequence[str] = (),
 ) -> Iterator[Cluster]:
     """Context manager of a cluster of ``size`` workers; worker 0 is the current worker of the block.
 
@@ -83,8 +97,9 @@ def cluster(
         size: how many workers.
         options: of all workers; None: the defaults, with a timeout of 20 s.
         clock: with a ``ManualClock``, the test controls when calls time out.
+        hosts: the name of the host of each worker; empty: all are on one.
     """
-    workers = Cluster(size, options, clock)
+    workers = Cluster(size, options, clock, hosts)
     try:
         with workers.acting(0):
             yield workers

@@ -44,13 +44,15 @@ logger = logging.getLogger(__name__)
 class MemoryMailbox:
     """One worker's end of a :class:`MemoryNetwork`. Queues messages until it is started."""
 
-    def __init__(self, network: MemoryNetwork, name: str, worker_id: int) -> None:
+    def __init__(self, network: MemoryNetwork, name: str, worker_id: int, hosts: Sequence[str] = ()) -> None:
+        """``hosts``: the name of the host of each worker; empty: all are on one."""
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None
         self.on_heartbeat: OnHeartbeat | None = None
         self.is_open = True
         self._network = network
+        self._hosts = hosts
         self._name = name
         self._arrived = threading.Condition(network.lock)
         self._inbox: list[tuple[bytearray, ...]] = []
@@ -283,8 +285,8 @@ class MemoryMailbox:
         return []
 
     def is_local(self, peer: int) -> bool:
-        """Return True: all are in this process."""
-        return True
+        """Return whether the test has put ``peer`` on the host of this worker."""
+        return not self._hosts or self._hosts[peer] == self._hosts[self.worker_id]
 
     def statistics(self) -> dict[str, Any]:
         """Return messages and bytes in and out, malformed messages, and the number of peers sent to."""

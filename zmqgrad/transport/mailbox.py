@@ -556,7 +556,7 @@ class ZmqMailbox(Mailbox):
 
     def allocated(self, frame: Frame) -> Any:
         array = array_beneath(frame)
-        return array if array is not None and array.lease.size == len(frame) else None
+        return None if array is None or array.lease is None or array.lease.size != len(frame) else array
 
     def share(self, frames: Sequence[Frame]) -> Sequence[Frame]:
         return self._plane.shared_memory.share(frames)

@@ -18,7 +18,7 @@ from zmqgrad.rpc.groups.rrefs import RRefGroup
 from zmqgrad.rpc.groups.sending import GroupCall, OnErrors, Send, SharedCall, check_errors
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.rref.api import call_remote
+from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.worker import Worker
 
@@ -144,7 +144,9 @@ class WorkerGroup(Sequence[WorkerInfo]):
     ) -> tuple[GroupCall, Send]:
         """A call with the same arguments for all members."""
         worker = current_worker()
-        shared = SharedCall(worker, partial(serialize_call, func, args, kwargs))
+        group_call = self._begin(worker, func, timeout, errors)
+        shared = SharedCall(worker, group_call.peers, partial(serialize_call, func, args, kwargs))
+        group_call.shared = shared
 
         def send(_: int, peer: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
             reference, serialized = shared.to(peer)
@@ -153,7 +155,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
                 peer.id, reference, serialized, seconds, func, on_id=on_id, reply_to=reply_to
             )
 
-        return self._begin(worker, func, timeout, errors, shared), send
+        return group_call, send
 
     def map(
         self,
@@ -239,20 +241,19 @@ class WorkerGroup(Sequence[WorkerInfo]):
         """
         worker = current_worker()
         peers = self._peers(worker, worker.resolve_timeout(timeout))
-        shared = SharedCall(worker, partial(serialize_call, func, args, kwargs))
+        shared = SharedCall(worker, peers, partial(serialize_call, func, args, kwargs))
+        made: list[RRef[T]] = []
         try:
-            return RRefGroup(
-                [call_remote(worker, p.id, func, args, kwargs, timeout, shared.to) for p in peers]
-            )
+            for peer in peers:
+                made.append(call_remote(worker, peer.id, func, args, kwargs, timeout, shared.to))
+            return RRefGroup(made)
         finally:
-            shared.release()
+            shared.release([p for rref in made if (p := rref.handle.creation) is not None])
 
-    def _begin(
-        self, worker: Worker, what: Any, timeout: float, errors: OnErrors, shared: SharedCall | None = None
-    ) -> GroupCall:
+    def _begin(self, worker: Worker, what: Any, timeout: float, errors: OnErrors) -> GroupCall:
         check_errors(errors)
         seconds = worker.resolve_timeout(timeout)
-        return GroupCall(worker, self._peers(worker, seconds), what, seconds, errors, shared)
+        return GroupCall(worker, self._peers(worker, seconds), what, seconds, errors)
 
     def _peers(self, worker: Worker, seconds: float) -> list[WorkerRecord]:
         """The members, at least one. In a dynamic group one may have joined that is not known here yet."""

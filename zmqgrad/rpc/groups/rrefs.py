@@ -111,7 +111,9 @@ class RRefGroup(Sequence[RRef[T]]):
         self, errors: OnErrors, timeout: float, name: str, args: Any, kwargs: Any
     ) -> tuple[GroupCall, Send]:
         call = self._begin(f"method {name}", timeout, errors)
-        shared = SharedCall(call.worker, lambda context: ("", serialize_arguments(args, kwargs, context)))
+        shared = SharedCall(
+            call.worker, call.peers, lambda context: ("", serialize_arguments(args, kwargs, context))
+        )
         call.shared = shared
 
         def send(index: int, _: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from zmqgrad.errors import (
     ConfigurationError,
     GroupError,
@@ -27,13 +29,18 @@ from zmqgrad.errors import (
 from zmqgrad.rpc.calls import Description, PendingCall, describe, refused_wait
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.raising import copy_exception
+from zmqgrad.rpc.relaying import offer_frames, retract
 from zmqgrad.rpc.remote_errors import summarize
 from zmqgrad.rpc.reply_port import ReplyPort
 from zmqgrad.rpc.serialization.context import SerializationContext, SerializedPayload
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import monotonic_ns
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport import tap
+
+MIN_RELAYED_BYTES = 1 << 20
+"""Frames of a call of at least this size go to another host once, if several of its members are there."""
 
 OnErrors = Literal["raise", "return"]
 """What becomes of the errors of members: they are raised as one, or each is returned in place of a result."""
@@ -50,14 +57,22 @@ class SharedCall:
 
     Args:
         worker: the caller.
+        peers: the workers.
         serialize: serializes it for the workers of one context.
     """
 
-    def __init__(self, worker: Worker, serialize: Callable[[SerializationContext], Serialized]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        peers: Sequence[WorkerRecord],
+        serialize: Callable[[SerializationContext], Serialized],
+    ) -> None:
         self._worker = worker
+        self._peers = peers
         self._serialize = serialize
         self._ready: dict[bool, Serialized] = {}  # by main_by_reference
-        self._shared: dict[int, Serialized] = {}  # with frames in shared memory; by the id of one in _ready
+        self._placed: dict[tuple[int, bool], Serialized] = {}  # by id, and whether for this host
+        self._offered: list[int] = []  # the frames that other hosts fetch
 
     def to(self, peer: WorkerRecord) -> Serialized:
         """Return what ``peer`` gets.
@@ -69,13 +84,31 @@ class SharedCall:
         ready = None if context.devices else self._ready.get(context.main_by_reference)
         if ready is None:
             ready = reference, serialized = self._serialize(context)
-            if not (serialized.payload.forks or context.devices):  # those are for one worker alone
-                self._ready[context.main_by_reference] = ready
-                if serialized.payload.pickled is None and reference and not reference.startswith("__main__:"):
-                    self._ready[not context.main_by_reference] = ready
-            else:
+            if serialized.payload.forks or context.devices:  # those are for one worker alone
                 return ready
-        return self._on_this_host(ready) if ready[1].frames and self._is_local(peer) else ready
+            self._ready[context.main_by_reference] = ready
+            if serialized.payload.pickled is None and reference and not reference.startswith("__main__:"):
+                self._ready[not context.main_by_reference] = ready
+        return self._place(ready, peer) if ready[1].frames else ready
+
+    def _place(self, ready: Serialized, peer: WorkerRecord) -> Serialized:
+        """Members on this host read the same memory. Those of another one get large frames once, and pass
+        them on."""
+        here = self._is_local(peer)
+        placed = self._placed.get((id(ready), here))
+        if placed is not None:
+            return placed
+        (reference, serialized), mailbox = ready, self._worker.mailbox
+        if here:
+            serialized = serialized._replace(frames=mailbox.share(serialized.frames))
+        elif sum(map(len, serialized.frames)) < MIN_RELAYED_BYTES or not self._has_neighbour(peer):
+            return ready
+        else:
+            key = offer_frames(self._worker, self._placed.get((id(ready), True), ready)[1].frames)
+            self._offered.append(key)
+            serialized = serialized._replace(payload=replace(serialized.payload, shelf=key), frames=())
+        self._placed[id(ready), here] = reference, serialized
+        return self._placed[id(ready), here]
 
     def _is_local(self, peer: WorkerRecord) -> bool:
         try:
@@ -83,18 +116,19 @@ class SharedCall:
         except TransportError:  # as sending to it will raise
             return False
 
-    def _on_this_host(self, ready: Serialized) -> Serialized:
-        """What members on this host get: they read the same memory."""
-        if id(ready) not in self._shared:
-            reference, serialized = ready
-            frames = self._worker.mailbox.share(serialized.frames)
-            self._shared[id(ready)] = reference, serialized._replace(frames=frames)
-        return self._shared[id(ready)]
+    def _has_neighbour(self, peer: WorkerRecord) -> bool:
+        """Whether another of the workers is on the host of ``peer``, which is not this one."""
+        return any(
+            other.host == peer.host and other.id != peer.id and not self._is_local(other)
+            for other in self._peers
+        )
 
-    def release(self) -> None:
-        """All messages were sent: the memory that they share goes with its last reader. Idempotent."""
-        self._shared.clear()
+    def release(self, replies: Iterable[Promise[Any]]) -> None:
+        """All messages were sent: what they share goes with its last reader, or the last of ``replies``."""
+        self._placed.clear()
         self._ready.clear()
+        while self._offered:
+            retract(self._worker, self._offered.pop(), replies)
 
 
 @dataclass(slots=True)
@@ -147,7 +181,7 @@ class GroupCall:
         finally:
             self._sent = sent
             if self.shared is not None:
-                self.shared.release()
+                self.shared.release([each.promise for each in sent if isinstance(each, PendingCall)])
         return sent
 
     def _ended(self, error: str) -> None:

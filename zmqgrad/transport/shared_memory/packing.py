@@ -73,8 +73,21 @@ def pack_for_socket(
     return PreparedFrames(Manifest(tuple(FrameBuffer(size=s) for s in buffers), slices, released), joined)
 
 
+def unchanging(frame: Frame) -> Buffer:
+    """``frame`` as one that nobody changes, not copied if possible: another host may get it as a block."""
+    if array_beneath(frame) is not None:
+        return frame  # type: ignore[return-value]
+    data = memoryview(materialize(frame))
+    array: Any = (ctypes.c_char * len(data)).from_buffer(bytearray(data) if data.readonly else data)
+    array.lease = None
+    return memoryview(array).cast("B")
+
+
 def array_beneath(frame: object) -> Any:
-    """The array of :meth:`SharedMemoryTransport.allocate` that ``frame`` is a view of; None if of none."""
+    """The array that ``frame`` is a view of, if it does not change any more; None otherwise.
+
+    Its attribute ``lease`` is None unless :meth:`SharedMemoryTransport.allocate` has made it.
+    """
     while isinstance(frame, memoryview):  # of a pickled buffer, a view of a view
         frame = frame.obj
     return frame if hasattr(frame, "lease") else None
@@ -83,6 +96,6 @@ def array_beneath(frame: object) -> Any:
 def shared_part(frame: Any) -> tuple[Lease, int] | None:
     """The lease of the array that ``frame`` is a view of, and where in it that begins; None if of none."""
     array = array_beneath(frame)
-    if array is None or not len(frame):
+    if array is None or array.lease is None or not len(frame):
         return None
     return array.lease, ctypes.addressof(ctypes.c_char.from_buffer(frame)) - ctypes.addressof(array)

@@ -127,7 +127,8 @@ class Payload(WireStruct, frozen=True):
 
     ``pickled`` is the pickle, ``buffers`` are its out-of-band buffers. ``forks`` lists the RRefs in it as
     (owner, rref id, fork id, parent); a receiver that drops the payload unread must release them. ``order``
-    has the index of the tensor of each argument, if one tensor is passed more than once.
+    has the index of the tensor of each argument, if one tensor is passed more than once. ``shelf`` is not 0
+    if the frames do not come with the message: the receiver fetches them from its sender by this key.
     """
 
     format: PayloadFormat = PayloadFormat.NONE
@@ -136,6 +137,7 @@ class Payload(WireStruct, frozen=True):
     buffers: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
     forks: Annotated[tuple[tuple[WorkerId, Id, Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)] = ()
     order: Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)] = ()
+    shelf: Id = 0
 
 
 NONE_PAYLOAD = Payload()
