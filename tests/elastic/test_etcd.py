@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -33,6 +34,7 @@ from zmqgrad.errors import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
+from zmqgrad.store.etcd.store import open_url
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -337,16 +339,21 @@ def test_users_and_passwords(tmp_path: Path) -> None:
             client.post(client.get_url(f"/auth/{path}"), json=body)
         client.session.close()
         with pytest.raises(RendezvousConnectionError, match="user name is empty"):
-            nodes.handler(1, 1, read_timeout=0.5).next_rendezvous()
-        wrong = nodes.handler(1, 1, read_timeout=0.5, user="root")
+            nodes.handler(1, 1, read_timeout=WAIT).next_rendezvous()
+        wrong = nodes.handler(1, 1, read_timeout=WAIT, user="root")
         with pytest.raises(RendezvousConnectionError, match="authentication failed, invalid user"):
             wrong.next_rendezvous()
         known = nodes.handler(1, 1, user="root", password_file=str(password))
         assert known.next_rendezvous().world_size == 1
-        cluster.kill(0)  # forgets its tokens
-        cluster.start(0)
-        eventually(lambda: cluster.is_healthy(0))
-        assert known.next_rendezvous().round == 1
+        with open_url(f"etcd://{cluster.endpoint}/job?user=root&password_file={password}", WAIT) as store:
+            seen: list[bytes | None] = []
+            store.watch_key("k", lambda old, new: seen.append(new))
+            cluster.kill(0)  # forgets its tokens
+            cluster.start(0)
+            cluster.await_health(0)
+            assert known.next_rendezvous().round == 1
+            store.clone().set("k", "1")
+            eventually(lambda: seen, lambda found: found == [b"1"], WAIT)
 
 
 @needs_etcd
@@ -361,6 +368,9 @@ def test_certificates(tmp_path: Path) -> None:
     with EtcdCluster(1, options, "https") as cluster, Nodes(cluster, "job") as nodes:
         known = nodes.handler(1, 1, ssl_cert=cert, ssl_cert_key=key, **tls)
         assert known.next_rendezvous().world_size == 1
+        settings = urlencode({"ssl_cert": cert, "ssl_cert_key": key, **tls})
+        with open_url(f"etcd://{cluster.endpoint}/job?{settings}", WAIT) as store:
+            assert store.add("n", 1) == 1
         for conf, what in [(tls, "tls|ssl|SSL|reset"), ({"protocol": "https"}, "CERTIFICATE_VERIFY_FAILED")]:
             with pytest.raises(RendezvousConnectionError, match=what):
                 nodes.handler(1, 1, read_timeout=0.5, **conf).next_rendezvous()

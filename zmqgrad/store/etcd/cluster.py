@@ -250,6 +250,7 @@ class EtcdWatch:
                     if result.get("compact_revision"):
                         raise EtcdRefusedError("the revision to continue from was dropped", OUT_OF_RANGE)
                     if result.get("canceled"):
+                        member.forget_token()  # it is not told apart from a lack of permission
                         raise ValueError(str(result.get("cancel_reason", "the watch was canceled")))
                     created = True
                     if events := [_as_event(event) for event in result.get("events", ())]:
@@ -335,6 +336,10 @@ class _Member:
             headers={"Grpc-Metadata-hasleader": "true"},  # a member without a leader ends the watch
         )
 
+    def forget_token(self) -> None:
+        """Log in before the next request: the token may have expired."""
+        self._session.headers.pop("Authorization", None)
+
     def _authenticated(self, request: Callable[[], T]) -> T:
         """Log in before the first request, and again if the token has expired."""
         if self._credentials is None:
@@ -349,7 +354,7 @@ class _Member:
         return request()
 
     def _log_in(self, user: str, password: str) -> None:
-        self._session.headers.pop("Authorization", None)
+        self.forget_token()
         url = self._client.get_url("/auth/authenticate")
         token = self._client.post(url, json={"name": user, "password": password})["token"]
         self._session.headers["Authorization"] = token
