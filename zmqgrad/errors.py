@@ -26,6 +26,7 @@
     |   `-- JournalError                       the journal of a store cannot be read or opened
     |-- WorkerFailedError (RuntimeError)       a worker of a launcher failed or died
     |-- LaunchTimeoutError (TimeoutError)      workers did not start, or did not end, in time
+    |-- CommitError (RuntimeError)             a commit cannot be made, restored or saved
     |-- RpcError (RuntimeError)
     |   |-- NotInitializedError                call init_rpc first
     |   |-- UnknownWorkerError (ValueError)    no worker of that name
@@ -169,6 +170,10 @@ class WorkerFailedError(ZmqgradError, RuntimeError):
 
 class LaunchTimeoutError(ZmqgradError, TimeoutError):
     """The workers of a launcher did not start, or did not end, in time."""
+
+
+class CommitError(ZmqgradError, RuntimeError):
+    """A commit of :class:`zmqgrad.elastic.State` cannot be made, restored or saved."""
 
 
 class RpcError(ZmqgradError, RuntimeError):

@@ -95,6 +95,13 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
     BULK_OPEN                      opens a channel for sealed records -> BULK_READY
     BULK_READY                     reply: where to connect it, or why it cannot be
     BULK_ACK                       acknowledges the records of a channel up to a number
+
+Commits (:mod:`~zmqgrad.wire.messages.commits`), agent to agent::
+
+    COMMIT_COPY                    keep this part of a commit -> COMMIT_KEPT
+    COMMIT_KEPT                    reply: it is here
+    COMMIT_FETCH                   send a part of a commit -> COMMIT_FETCHED
+    COMMIT_FETCHED                 reply: the part, or why it is not here
 """
 
 from __future__ import annotations
@@ -147,6 +154,13 @@ from zmqgrad.wire.messages.calls import (
     RemoteCall,
     RemoteResult,
     Result,
+)
+from zmqgrad.wire.messages.commits import (
+    CommitCopy,
+    CommitFetch,
+    CommitFetched,
+    CommitKept,
+    CommitPart,
 )
 from zmqgrad.wire.messages.delivery import (
     Ack,

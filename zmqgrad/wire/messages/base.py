@@ -117,6 +117,11 @@ class MessageType(enum.IntEnum):
     BULK_OPEN = 0x79 | REQUEST
     BULK_READY = 0x7A | RESPONSE
     BULK_ACK = 0x7B
+    # commits
+    COMMIT_COPY = 0x80 | REQUEST
+    COMMIT_KEPT = 0x81 | RESPONSE
+    COMMIT_FETCH = 0x82 | REQUEST
+    COMMIT_FETCHED = 0x83 | RESPONSE
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

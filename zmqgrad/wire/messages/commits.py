@@ -1,0 +1,49 @@
+"""Commits: parts of committed state that agents copy to each other, or fetch. The frame is the part."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from zmqgrad.wire.messages.base import Id, Message, MessageType, Size, Text, WireStruct
+
+
+class CommitPart(WireStruct, frozen=True):
+    """A part of commit ``number``, made after so many ``restores`` in ``round``, of ``shards`` parts in all.
+
+    ``rank`` has made it; -1: it is the same on all ranks.
+    """
+
+    round: Id
+    restores: Id
+    number: Id
+    rank: Annotated[int, Meta(ge=-1, lt=1 << 31)]
+    shards: Size
+
+
+class CommitCopy(Message, frozen=True):
+    """Agent to another: keep this ``part``, which is the frame. Reply: COMMIT_KEPT."""
+
+    TYPE: ClassVar[MessageType] = MessageType.COMMIT_COPY
+    part: CommitPart
+
+
+class CommitKept(Message, frozen=True):
+    """Reply to COMMIT_COPY: the part is here, in memory."""
+
+    TYPE: ClassVar[MessageType] = MessageType.COMMIT_KEPT
+
+
+class CommitFetch(Message, frozen=True):
+    """Agent to another: send this ``part``. Reply: COMMIT_FETCHED."""
+
+    TYPE: ClassVar[MessageType] = MessageType.COMMIT_FETCH
+    part: CommitPart
+
+
+class CommitFetched(Message, frozen=True):
+    """Reply to COMMIT_FETCH: the part is the frame; without a frame, ``error`` says why."""
+
+    TYPE: ClassVar[MessageType] = MessageType.COMMIT_FETCHED
+    error: Text = ""
