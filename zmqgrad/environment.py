@@ -168,6 +168,19 @@ trace_heartbeats = Setting("ZMQGRAD_TRACE_HEARTBEATS", _parse_switch, False)
 reports_waits = Setting("ZMQGRAD_DEBUG", _parse_switch, False)
 """Whether what waits for half of its timeout is reported on stderr."""
 
+COMMITS = "ZMQGRAD_COMMITS"
+
+
+def _parse_commits(variable: str, text: str) -> tuple[int, str]:
+    round, colon, path = text.partition(":")
+    if not (colon and round.isdecimal() and path):
+        raise _invalid(variable, text, "set by zmqgrad run")
+    return int(round), path
+
+
+commits_address = Setting[tuple[int, str] | None](COMMITS, _parse_commits, None)
+"""Set by an agent for its workers: the number of the round, and the unix socket of the holder of commits."""
+
 REPLACE_TORCH_RPC = "ZMQGRAD_REPLACE_TORCH_RPC"
 
 replaces_torch_rpc = Setting(REPLACE_TORCH_RPC, _parse_switch, False)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zmqgrad.elastic.backends import EtcdBackend, EtcdOptions, StoreBackend
+    from zmqgrad.elastic.commits.state import Sharded, State
     from zmqgrad.elastic.executor import OperatorExecutor
     from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
     from zmqgrad.elastic.launch_config import LaunchConfig, Std, Streams
@@ -47,7 +48,9 @@ _MODULES = {
     "RendezvousTimeout": "settings",
     "RoundStores": "round_stores",
     "ServedByRankZero": "round_stores",
+    "Sharded": "commits.state",
     "SharedStore": "round_stores",
+    "State": "commits.state",
     "StateHolder": "state_holder",
     "Std": "launch_config",
     "StoreBackend": "backends",
@@ -79,7 +82,9 @@ __all__ = [
     "RendezvousTimeout",
     "RoundStores",
     "ServedByRankZero",
+    "Sharded",
     "SharedStore",
+    "State",
     "StateHolder",
     "Std",
     "StoreBackend",

@@ -1,0 +1,236 @@
+"""State without an agent: what is committed, restored, cut and saved."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zmqgrad.elastic import Sharded, State
+from zmqgrad.errors import CommitError, ConfigurationError, PayloadError
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ZMQGRAD_COMMITS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def place(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+
+def make() -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 300), nn.BatchNorm1d(300), nn.Linear(300, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    return State(model=model, optimizer=optimizer, step=0, seen=torch.zeros(3), notes={"best": None})
+
+
+def train(state: State) -> None:
+    state.optimizer.zero_grad()
+    loss = state.model(torch.randn(8, 40, generator=torch.Generator().manual_seed(state.step))).square().sum()
+    loss.backward()
+    state.optimizer.step()
+    state.step += 1
+    state.seen += 1
+    state.notes["best"] = float(loss.detach())
+
+
+def everything(state: State) -> Any:
+    return (
+        {key: t.clone() for key, t in state.model.state_dict().items()},
+        {key: t.clone() for part in state.optimizer.state.values() for key, t in part.items()},
+        state.step,
+        state.seen.clone(),
+        dict(state.notes),
+    )
+
+
+def same(a: Any, b: Any) -> bool:
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    return True
+
+
+def test_a_commit_is_restored_and_training_goes_on_as_if_nothing_had_happened() -> None:
+    state = make()
+    assert not state.restore()
+    for _ in range(3):
+        train(state)
+        state.commit()
+    train(state)
+    expected = everything(state)
+    train(state)
+    assert state.restore()
+    assert (state.step, state.commits) == (3, 3)
+    train(state)
+    assert same(everything(state), expected)
+
+
+def test_modules_and_tensors_are_filled_in_place() -> None:
+    state = make()
+    state.restore()
+    model, weight, seen = state.model, state.model[0].weight, state.seen
+    state.commit()
+    train(state)
+    state.restore()
+    assert state.model is model
+    assert state.model[0].weight is weight
+    assert state.seen is seen
+    assert seen.sum() == 0
+
+
+def test_what_was_restored_does_not_change_with_later_commits() -> None:
+    """The memory of a commit has another one soon."""
+    state = State(table=torch.zeros(100_000), other=[torch.ones(50_000)])
+    state.restore()
+    state.commit()
+    state.table = torch.zeros(1)  # of another shape: the restored tensor takes its place
+    state.restore()
+    table, other = state.table, state.other
+    for _ in range(3):
+        state.table, state.other = torch.full((100_000,), 7.0), [torch.full((50_000,), 7.0)]
+        state.commit()
+    assert table.sum() == 0
+    assert other[0].sum() == 50_000
+
+
+def test_restore_without_a_commit_changes_nothing() -> None:
+    state = make()
+    before = everything(state)
+    assert not state.restore()
+    assert same(everything(state), before)
+    assert state.commits == 0
+
+
+def test_it_says_that_commits_are_lost_with_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    state = State(step=0)
+    state.restore()
+    assert "they are lost with it, and not agreed upon with other ranks" in caplog.text
+    assert not state.outlives_the_process
+
+
+def test_saved_commits_are_restored_by_another_process(tmp_path: Path) -> None:
+    state = make()
+    state.restore(tmp_path)
+    train(state)
+    state.commit()
+    state.save(tmp_path)
+    train(state)
+    expected = everything(state)
+    again = make()
+    assert again.restore(tmp_path)
+    assert (again.step, again.commits) == (1, 1)
+    train(again)
+    assert same(everything(again), expected)
+
+
+def test_older_files_are_removed_once_a_newer_commit_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = []
+    for rank in (0, 1):
+        place(monkeypatch, rank, 2)
+        states.append(State(shard=Sharded(torch.tensor([float(rank)])), step=0))
+        states[rank].restore(tmp_path)
+    for _ in range(2):
+        states[0].commit()
+        states[0].save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4, "no commit is whole yet"
+    states[1].commit()
+    states[1].save(tmp_path)
+    states[1].commit()
+    states[1].save(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert [name for name in names if "rank-1" in name] == ["commit-2.rank-1-of-2"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1), (2, 2)])
+def test_shards_are_cut_for_another_world_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
+) -> None:
+    def make(rank: int, size: int, first: float) -> State:
+        place(monkeypatch, rank, size)
+        rows = torch.arange(12.0).view(6, 2) * first
+        return State(
+            table=Sharded(rows.tensor_split(size)[rank]),
+            columns=Sharded(rows.T.tensor_split(size, 1)[rank].contiguous(), cut=1),
+            ranks=Sharded([rank], cut=lambda parts, rank, size: [*chain(*parts)][rank::size]),
+        )
+
+    for rank in range(before):
+        state = make(rank, before, 1.0)
+        state.restore(tmp_path)
+        state.commit()
+        state.save(tmp_path)
+    rows = torch.arange(12.0).view(6, 2)
+    for rank in range(after):
+        state = make(rank, after, 0.0)
+        assert state.restore(tmp_path)
+        assert torch.equal(state.table, rows.tensor_split(after)[rank])
+        assert torch.equal(state.columns, rows.T.tensor_split(after, 1)[rank])
+        assert state.ranks == list(range(before))[rank::after]
+
+
+@pytest.mark.parametrize("name", ["commit", "restore", "save", "commits", "_values"])
+def test_names_of_methods_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be the name of a value"):
+        State(**{name: 1})
+
+
+def test_values_that_were_not_declared() -> None:
+    state = State(step=0)
+    with pytest.raises(AttributeError, match="no value 'epoch': pass it to State"):
+        state.epoch = 1
+    with pytest.raises(AttributeError, match="it has step"):
+        state.epoch  # noqa: B018
+
+
+def test_commit_and_save_before_what_they_need(tmp_path: Path) -> None:
+    state = State(step=0)
+    with pytest.raises(CommitError, match=r"call restore\(\) before the first commit"):
+        state.commit()
+    state.restore()
+    with pytest.raises(CommitError, match=r"call commit\(\) first"):
+        state.save(tmp_path)
+    with pytest.raises(CommitError, match=r"call commit\(\) first"):
+        state.wait()
+    state.commit()
+    state.wait()
+
+
+def test_a_value_that_cannot_be_serialized_leaves_the_commit_before() -> None:
+    state = State(step=1, what=None)
+    state.restore()
+    state.commit()
+    state.step, state.what = 2, (n for n in range(3))
+    with pytest.raises(PayloadError, match="generator"):
+        state.commit()
+    state.restore()
+    assert (state.step, state.what) == (1, None)
+
+
+def test_a_commit_of_another_program(tmp_path: Path) -> None:
+    state = State(step=1)
+    state.restore()
+    state.commit()
+    state.save(tmp_path)
+    with pytest.raises(CommitError, match="has no 'epoch'"):
+        State(epoch=1).restore(tmp_path)
+    state = State(step=nn.Linear(2, 2))
+    with pytest.raises(CommitError, match="'step' cannot be restored"):
+        state.restore(tmp_path)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    state = State(step=1)
+    state.restore()
+    state.commit()
+    (tmp_path / "file").touch()
+    with pytest.raises(CommitError, match="cannot write"):
+        state.save(tmp_path / "file")

@@ -1,0 +1,253 @@
+"""How a worker reaches the holder of its commits: by a unix socket of its agent, or within its process.
+
+The socket is in a directory that only this user can enter. Each request is one packet, and so is its reply,
+with the descriptor of a segment if it names one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from zmqgrad import environment
+from zmqgrad.elastic.commits.agreement import REPLICATED, Choice
+from zmqgrad.elastic.commits.holder import Alone, Holder
+from zmqgrad.errors import CommitError
+from zmqgrad.runtime.clock import Deadline
+
+logger = logging.getLogger(__name__)
+
+MAX_PACKET_BYTES = 64 << 10
+
+REPLY_SECONDS = 30.0
+"""How long an agent may take to reply, beyond what a request waits for."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first packet: worker ``rank`` of ``round``. Reply: Done."""
+
+    rank: int
+    round: int
+
+
+class Restore(msgspec.Struct, frozen=True, tag=True):
+    """Agree on a commit. Reply: Choice."""
+
+    saved: tuple[int, ...]
+    seconds: float
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Where a part of the chosen commit is. Reply: Room."""
+
+    rank: int
+    seconds: float
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Give me memory for a commit. Reply: Room."""
+
+    number: int
+    size: int
+    seconds: float
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """The commit is written: rank, offset and size of each part. Reply: Done."""
+
+    number: int
+    shards: int
+    parts: tuple[tuple[int, int, int], ...]
+
+
+class Await(msgspec.Struct, frozen=True, tag=True):
+    """Wait until the commit is whole. Reply: Done."""
+
+    number: int
+    seconds: float
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Reply: done. Or not, because of ``error``."""
+
+    error: str = ""
+
+
+class Room(msgspec.Struct, frozen=True, tag=True):
+    """Reply, with its descriptor: a segment of ``size`` bytes, and where in it the part is."""
+
+    segment: int
+    size: int
+    offset: int = 0
+    length: int = 0
+
+
+class Chosen(msgspec.Struct, frozen=True, tag=True):
+    """Reply: the choice."""
+
+    choice: Choice
+
+
+Request = Hello | Restore | Open | Begin | Written | Await
+Reply = Done | Room | Chosen
+
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+encode = msgspec.msgpack.encode
+
+
+class Place(NamedTuple):
+    """Of this process in its job."""
+
+    rank: int = 0
+    world_size: int = 1
+    is_first_of_host: bool = True
+
+
+class Segment(NamedTuple):
+    """Memory that the holder has. The caller closes ``fd``."""
+
+    segment: int
+    fd: int
+    size: int
+
+
+class Part(NamedTuple):
+    """Bytes of a segment. The caller closes ``fd``."""
+
+    fd: int
+    size: int
+    offset: int
+    length: int
+
+
+class Commits(ABC):
+    """The holder of the commits of one rank. Its methods are those of :class:`Holder`, and raise as these."""
+
+    place: Place
+
+    @abstractmethod
+    def restore(self, saved: tuple[int, ...], seconds: float) -> Choice: ...
+
+    @abstractmethod
+    def open(self, rank: int, seconds: float) -> Part: ...
+
+    @abstractmethod
+    def begin(self, number: int, size: int, seconds: float) -> Segment: ...
+
+    @abstractmethod
+    def commit(self, number: int, shards: int, parts: Sequence[tuple[int, int, int]]) -> None: ...
+
+    @abstractmethod
+    def wait_whole(self, number: int, seconds: float) -> None: ...
+
+
+def connect() -> Commits:
+    """Connect to the agent of this process; without an agent, hold commits here.
+
+    Raises:
+        CommitError: if the agent does not reply.
+    """
+    launch, address = environment.read_launch(), environment.commits_address()
+    place = Place(launch.rank or 0, launch.world_size or 1, not launch.local_rank)
+    if address is not None:
+        return AgentCommits(place, *address)
+    logger.warning(
+        "commits are in this process only, as no agent has started it: they are lost with it, and not agreed "
+        "upon with other ranks. Start the program by `zmqgrad run`, or save() to disk"
+    )
+    return OwnCommits(place)
+
+
+class OwnCommits(Commits):
+    """Within this process: the only rank, as far as the holder knows."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place._replace(is_first_of_host=True)
+        self._holder = Holder()
+        self._holder.begin_round(0, [0], Alone(self._holder))
+
+    def _own(self, rank: int) -> int:
+        return rank if rank == REPLICATED else 0
+
+    def restore(self, saved: tuple[int, ...], seconds: float) -> Choice:
+        choice = self._holder.restore(0, saved, Deadline.after(seconds))
+        shards = self.place.world_size if choice.shards else 0
+        return msgspec.structs.replace(choice, shards=shards)
+
+    def open(self, rank: int, seconds: float) -> Part:
+        segment, offset, size = self._holder.open(self._own(rank), Deadline.after(seconds))
+        return Part(os.dup(segment.fd), segment.size, offset, size)
+
+    def begin(self, number: int, size: int, seconds: float) -> Segment:
+        segment = self._holder.begin(0, number, size, Deadline.after(seconds))
+        return Segment(segment.id, os.dup(segment.fd), segment.size)
+
+    def commit(self, number: int, shards: int, parts: Sequence[tuple[int, int, int]]) -> None:
+        shards = min(shards, 1)
+        self._holder.commit(
+            0, number, shards, [(self._own(rank), offset, size) for rank, offset, size in parts]
+        )
+        self._holder.spread(0, number, shards)
+
+    def wait_whole(self, number: int, seconds: float) -> None:
+        self._holder.wait_whole(number, Deadline.after(seconds))
+
+
+class AgentCommits(Commits):
+    """With the agent that listens at ``path``."""
+
+    def __init__(self, place: Place, round: int, path: str) -> None:
+        self.place = place
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.settimeout(REPLY_SECONDS)
+            self._socket.connect(path)
+            self._ask(Hello(place.rank, round), 0.0)
+        except BaseException as e:
+            self._socket.close()
+            if isinstance(e, OSError):
+                raise CommitError(f"the agent does not reply at {path}: {e}") from e
+            raise
+
+    def _ask(self, request: Request, seconds: float) -> tuple[Reply, int]:
+        """Returns the reply, and the descriptor with it; -1: none."""
+        self._socket.settimeout(seconds + REPLY_SECONDS)
+        try:
+            self._socket.send(encode(request))
+            data, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
+        except OSError as e:
+            raise CommitError(f"the agent of this worker does not reply: {e}") from e
+        if not data:
+            raise CommitError("the agent has closed its connection to this worker: its round has ended")
+        reply = decode_reply(data)
+        if isinstance(reply, Done) and reply.error:
+            raise CommitError(reply.error)
+        return reply, fds[0] if fds else -1
+
+    def restore(self, saved: tuple[int, ...], seconds: float) -> Choice:
+        reply, _ = self._ask(Restore(saved, seconds), seconds)
+        assert isinstance(reply, Chosen)
+        return reply.choice
+
+    def open(self, rank: int, seconds: float) -> Part:
+        reply, fd = self._ask(Open(rank, seconds), seconds)
+        assert isinstance(reply, Room)
+        return Part(fd, reply.size, reply.offset, reply.length)
+
+    def begin(self, number: int, size: int, seconds: float) -> Segment:
+        reply, fd = self._ask(Begin(number, size, seconds), seconds)
+        assert isinstance(reply, Room)
+        return Segment(reply.segment, fd, reply.size)
+
+    def commit(self, number: int, shards: int, parts: Sequence[tuple[int, int, int]]) -> None:
+        self._ask(Written(number, shards, tuple(parts)), 0.0)
+
+    def wait_whole(self, number: int, seconds: float) -> None:
+        self._ask(Await(number, seconds), seconds)

@@ -1,0 +1,195 @@
+"""Serves the holder of an agent to the workers of its node: a thread accepts them, one serves each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zmqgrad.elastic.agent.ranks import Placement
+    from zmqgrad.elastic.commits.connection import Request
+    from zmqgrad.elastic.commits.holder import Holder, Peers
+    from zmqgrad.store import Store
+
+logger = logging.getLogger(__name__)
+
+JOIN_SECONDS = 5.0
+
+_NAME = "commits"
+
+_MAX_PATH_BYTES = 100
+"""The kernel takes 107 for a unix socket."""
+
+
+class CommitServer:
+    """Holds the commits of the workers of one agent, from the first that connects until it is closed.
+
+    What it needs is imported then: an agent whose workers commit nothing starts without.
+
+    Args:
+        directory: of the agent, which only this user can enter. The socket is there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._lock = threading.Lock()  # guards all below
+        self._holder: Holder | None = None
+        self._place: Placement | None = None
+        self._store: Store | None = None
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        self._directory = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        self.path = str(directory / _NAME)
+        if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
+            self.path = f"/proc/{os.getpid()}/fd/{self._directory}/{_NAME}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(self.path)
+        self._socket.listen()
+        self._thread = threading.Thread(target=self._accept, name="zmqgrad-agent-commits", daemon=True)
+        self._thread.start()
+
+    def begin_round(self, place: Placement, store: Store | None) -> None:
+        """The workers of ``place`` are about to start. Those before have ended.
+
+        Args:
+            store: of the round; None: there is no other node.
+        """
+        with self._lock:
+            for connection in self._connections:
+                _shut(connection)
+            self._place, self._store = place, store
+            holder = self._holder
+        if holder is not None:
+            holder.begin_round(place.round, place.ranks, self._peers(holder))
+
+    def _peers(self, holder: Holder) -> Peers:
+        assert self._place is not None
+        if self._store is None or self._place.num_nodes == 1:
+            from zmqgrad.elastic.commits.holder import Alone
+
+            return Alone(holder)
+        from zmqgrad.elastic.commits.peers import OtherAgents
+
+        return OtherAgents(holder, self._store, self._place.node_rank, self._place.num_nodes)
+
+    def close(self) -> None:
+        """Free the memory and end the threads. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for connection in self._connections:
+                _shut(connection)
+            holder = self._holder
+        _shut(self._socket)
+        if holder is not None:
+            holder.close()
+        self._thread.join(JOIN_SECONDS)
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            os.unlink(_NAME, dir_fd=self._directory)
+        os.close(self._directory)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # it was closed
+            with self._lock:
+                if self._closed or self._place is None:
+                    connection.close()
+                    continue
+                self._connections.add(connection)
+                if self._holder is None:
+                    from zmqgrad.elastic.commits.holder import Holder
+
+                    self._holder = Holder()
+                    self._holder.begin_round(self._place.round, self._place.ranks, self._peers(self._holder))
+            name = "zmqgrad-agent-commits-of-worker"
+            threading.Thread(
+                target=self._serve, args=(connection, self._holder), name=name, daemon=True
+            ).start()
+
+    def _serve(self, connection: socket.socket, holder: Holder) -> None:
+        try:
+            _Worker(connection, holder, self._check).serve()
+        except (OSError, ValueError) as e:  # it was killed, or sends what no worker does
+            logger.debug("a worker has gone: %s", e)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _check(self, rank: int, round: int) -> str:
+        """Why a worker is not served; empty: it is."""
+        with self._lock:
+            place = self._place
+        if place is None or round != place.round or rank not in place.ranks:
+            return f"rank {rank} of round {round} is no worker of this node now"
+        return ""
+
+
+class _Worker:
+    """Serves one worker."""
+
+    def __init__(self, connection: socket.socket, holder: Holder, check: Callable[[int, int], str]) -> None:
+        self._connection = connection
+        self._holder = holder
+        self._check = check
+        self._rank = -1
+
+    def serve(self) -> None:
+        """Serve it until it ends."""
+        from zmqgrad.elastic.commits.connection import MAX_PACKET_BYTES, Done, Written, decode_request, encode
+        from zmqgrad.errors import ZmqgradError
+
+        while data := self._connection.recv(MAX_PACKET_BYTES):
+            request = decode_request(data)
+            try:
+                reply, fds = self._reply(request)
+            except ZmqgradError as error:
+                reply, fds = Done(str(error)), []
+            socket.send_fds(self._connection, [encode(reply)], fds)
+            if isinstance(request, Written) and reply == Done():
+                try:
+                    self._holder.spread(self._rank, request.number, request.shards)
+                except ZmqgradError as error:  # the next commit waits in vain, unless the round ends
+                    logger.info("commit %d is not whole: %s", request.number, error)
+
+    def _reply(self, request: Request) -> tuple[object, list[int]]:
+        from zmqgrad.elastic.commits import connection as packets
+        from zmqgrad.runtime.clock import Deadline
+
+        match request:
+            case packets.Hello(rank, round):
+                refused = self._check(rank, round)
+                self._rank = -1 if refused else rank
+                return packets.Done(refused), []
+            case _ if self._rank < 0:
+                return packets.Done("who are you?"), []
+            case packets.Restore(saved, seconds):
+                return packets.Chosen(self._holder.restore(self._rank, saved, Deadline.after(seconds))), []
+            case packets.Open(rank, seconds):
+                place = self._holder.open(rank, Deadline.after(seconds))
+                segment = place.segment
+                return packets.Room(segment.id, segment.size, place.offset, place.size), [segment.fd]
+            case packets.Begin(number, size, seconds):
+                segment = self._holder.begin(self._rank, number, size, Deadline.after(seconds))
+                return packets.Room(segment.id, segment.size), [segment.fd]
+            case packets.Written(number, shards, parts):
+                self._holder.commit(self._rank, number, shards, parts)
+                return packets.Done(), []
+            case packets.Await(number, seconds):
+                self._holder.wait_whole(number, Deadline.after(seconds))
+                return packets.Done(), []
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

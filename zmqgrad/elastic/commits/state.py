@@ -1,0 +1,304 @@
+"""The state of a training program: committed to memory that outlives its process, restored, saved to disk."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zmqgrad import environment
+from zmqgrad.elastic.commits import files
+from zmqgrad.elastic.commits.agreement import REPLICATED, Choice
+from zmqgrad.elastic.commits.connection import Commits, connect
+from zmqgrad.errors import CommitError, ConfigurationError
+from zmqgrad.runtime.clock import Deadline
+
+WAIT_SECONDS = 300.0
+"""How long a rank waits for the others, which may take this much longer for a step."""
+
+CODEC = "zmqgrad.rpc.serialization.committed"
+"""Turns values into bytes and back. It is named, not imported, because imports point downwards, and it needs
+torch, which agents do not."""
+
+Cut = int | Callable[[list[Any], int, int], Any]
+
+
+class Sharded(NamedTuple):
+    """A value of which each rank has another part, for :class:`State`.
+
+    Args:
+        value: the part of this rank: a tensor, an object with ``state_dict``, or a plain value.
+        cut: how it is cut for another world size. A number: its tensors are joined along this dimension, and
+            cut as ``torch.tensor_split`` does; what is no tensor is taken from rank 0. A function: it gets
+            the parts of all ranks (of an object, their state dicts), the rank and the world size, and returns
+            the part of that rank.
+    """
+
+    value: Any
+    cut: Cut = 0
+
+
+class State:
+    """What a program has to restore to go on, by name: ``State(model=model, optimizer=optimizer, step=0)``.
+
+    An object that has ``state_dict`` is committed and restored by it; tensors and plain values as they are.
+    ``state.step`` is the value of that name, and can be set. All ranks make the same calls, equally often:
+    :meth:`restore` first, then :meth:`commit` after a step. A process has one state.
+
+    Started by ``zmqgrad run`` or ``launch``, commits are in memory of the agent, and outlive the workers.
+    Without an agent they are in this process: then they do not outlive it, and are not agreed upon with other
+    ranks; :attr:`outlives_the_process` says which.
+
+    Args:
+        values: by name; what is :class:`Sharded` differs between ranks, the rest is the same on all.
+
+    Raises:
+        ConfigurationError: if a name is that of a method.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        taken = sorted(name for name in values if hasattr(type(self), name) or name.startswith("_"))
+        if taken:
+            raise ConfigurationError(f"State: {', '.join(taken)} cannot be the name of a value")
+        cuts = {name: value.cut for name, value in values.items() if isinstance(value, Sharded)}
+        plain = {n: value.value if isinstance(value, Sharded) else value for n, value in values.items()}
+        own: dict[str, Any] = {
+            "_values": plain,
+            "_cuts": cuts,
+            "_lock": threading.Lock(),  # held during a call
+            "_commits": None,
+            "_number": 0,
+            "_maps": {},
+            "_last": {},
+        }
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
+        _codec()  # now, as a restore is to be fast
+
+    _values: dict[str, Any]
+    _cuts: dict[str, Cut]
+    _lock: threading.Lock
+    _commits: Commits | None
+    _number: int
+    _maps: dict[int, mmap.mmap]
+    _last: dict[int, memoryview]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(
+                f"the state has no value {name!r}; it has {', '.join(self._values)}"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._values:
+            raise AttributeError(f"the state has no value {name!r}: pass it to State() first")
+        self._values[name] = value
+
+    def __repr__(self) -> str:
+        return f"<State of {', '.join(self._values)}: commit {self._number}>"
+
+    @property
+    def commits(self) -> int:
+        """The number of the newest commit that was made or restored here; 0: none."""
+        return self._number
+
+    @property
+    def outlives_the_process(self) -> bool:
+        """Whether commits are with an agent, so that they outlive this process."""
+        return environment.commits_address() is not None
+
+    # ---- commit -----------------------------------------------------------------------------------------
+
+    def commit(self, timeout: float = WAIT_SECONDS) -> int:
+        """Copy the values to memory that outlives this process. They may change as soon as this returns.
+
+        The copy to another host is made in the background: the next commit waits for it, or :meth:`wait`.
+
+        Args:
+            timeout: seconds to wait until the commit before is whole: made by all ranks, and copied.
+
+        Returns:
+            The number of the commit.
+
+        Raises:
+            CommitError: if that takes longer, or :meth:`restore` was not called before.
+            PayloadError: if a value cannot be serialized.
+        """
+        with self._lock:
+            commits = self._commits
+            if commits is None:
+                raise CommitError("call restore() before the first commit(), on all ranks")
+            number, place = self._number + 1, commits.place
+            owned = {REPLICATED: self._captured(False)} if place.is_first_of_host else {}
+            if self._cuts:
+                owned[place.rank] = self._captured(True)
+            sections = {rank: _codec().Section(values) for rank, values in owned.items()}
+            size = sum(section.size for section in sections.values())
+            parts = []
+            room = commits.begin(number, size, timeout)
+            target = self._mapped(room.segment, room.fd, room.size)
+            self._object("_last", {})
+            offset = 0
+            for rank, section in sections.items():
+                view = target[offset : offset + section.size]
+                section.write_to(view)
+                parts.append((rank, offset, section.size))
+                self._last[rank] = view
+                offset += section.size
+            commits.commit(number, self._shards, parts)
+            self._object("_number", number)
+            return number
+
+    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+        """Wait until the newest commit is whole: all ranks have made it, and its shards are on two hosts.
+
+        From then on it survives the loss of any host. Without other hosts, it survives that of workers.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            CommitError: if that takes longer, or nothing was committed.
+        """
+        with self._lock:
+            if self._commits is None or not self._number:
+                raise CommitError("wait() waits for a commit: call commit() first")
+            self._commits.wait_whole(self._number, timeout)
+
+    @property
+    def _shards(self) -> int:
+        assert self._commits is not None
+        return self._commits.place.world_size if self._cuts else 0
+
+    def _captured(self, sharded: bool) -> dict[str, Any]:
+        return {
+            name: value.state_dict() if hasattr(value, "load_state_dict") else value
+            for name, value in self._values.items()
+            if (name in self._cuts) == sharded
+        }
+
+    def _mapped(self, segment: int, fd: int, size: int) -> memoryview:
+        """The memory of a segment, mapped once: mapping takes as long as copying."""
+        try:
+            found = self._maps.pop(segment, None) or mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        kept = list(self._maps.items())[-1:]  # of the commit before
+        self._object("_maps", {**dict(kept), segment: found})
+        return memoryview(found)
+
+    def _object(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    # ---- restore ----------------------------------------------------------------------------------------
+
+    def restore(self, path: str | os.PathLike[str] | None = None, timeout: float = WAIT_SECONDS) -> bool:
+        """Set the values to those of the newest commit that all ranks can have, the same on all.
+
+        It is in the memory of this host or another, else in what :meth:`save` has written to ``path``.
+        Modules and tensors are filled in place.
+
+        Args:
+            path: a directory that all hosts have; None: no disk.
+            timeout: seconds to wait for the other ranks.
+
+        Returns:
+            Whether there was one. Otherwise the values are as they were.
+
+        Raises:
+            CommitError: if not all ranks call this in time, or a part is lost, or does not fit.
+        """
+        with self._lock:
+            if self._commits is None:
+                self._object("_commits", connect())
+            commits = self._commits
+            assert commits is not None
+            deadline = Deadline.after(timeout)
+            saved = files.whole(Path(path)) if path is not None else {}
+            choice = commits.restore(tuple(saved), timeout)
+            self._object("_number", choice.number)
+            self._object("_last", {})
+            if not choice.number:
+                return False
+            if choice.commit is not None:
+                self._load(choice, lambda rank: _private(*commits.open(rank, deadline.left())))
+            else:
+                assert path is not None
+                directory, shards = Path(path), saved[choice.number]
+                on_disk = Choice(choice.number, shards)
+                self._load(on_disk, lambda rank: files.read(directory, choice.number, rank, shards))
+            return True
+
+    def _load(self, choice: Choice, read: Callable[[int], memoryview]) -> None:
+        codec, commits = _codec(), self._commits
+        assert commits is not None
+        place = commits.place
+        replicated = codec.read_section(read(REPLICATED))
+        same = choice.shards == place.world_size
+        ranks = [place.rank] if same else range(choice.shards)
+        sharded = [codec.read_section(read(rank)) for rank in ranks] if self._cuts else []
+        for name, own in self._values.items():
+            parts = [section.get(name) for section in (sharded if name in self._cuts else [replicated])]
+            if not parts or None in parts:
+                raise CommitError(f"commit {choice.number} has no {name!r}: it was made by another program")
+            cut = self._cuts.get(name)
+            # The memory will have another commit, so what is not filled in place needs a copy.
+            filled = hasattr(own, "parameters") or hasattr(own, "dtype")
+            if same or name not in self._cuts:
+                value = parts[0].load(copy=not filled)
+            elif callable(cut):
+                value = cut([part.load(copy=True) for part in parts], place.rank, place.world_size)
+            else:
+                whole = [part.load(copy=False) for part in parts]
+                value = codec.cut(whole, cut, place.rank, place.world_size)
+            self._set(name, own, value)
+
+    def _set(self, name: str, own: Any, value: Any) -> None:
+        if not hasattr(own, "load_state_dict"):
+            self._values[name] = _codec().assign(own, value)
+            return
+        try:
+            own.load_state_dict(value)
+        except (RuntimeError, ValueError, KeyError, TypeError) as e:
+            raise CommitError(f"{name!r} cannot be restored: {e}") from e
+
+    # ---- save -------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the newest commit to the directory ``path``, for a :meth:`restore` after all hosts were lost.
+
+        Rank 0 writes what is replicated, each rank what is sharded of it. Of older ones, what this rank has
+        written is removed once a newer one is whole.
+
+        Raises:
+            CommitError: if nothing was committed here, or it cannot be written.
+        """
+        with self._lock:
+            commits = self._commits
+            if commits is None or not self._number:
+                raise CommitError("save() writes the newest commit: call commit() first")
+            rank = commits.place.rank
+            owners = [REPLICATED] * (rank == 0) + [rank] * bool(self._cuts)
+            for owner in owners:
+                if owner not in self._last:
+                    raise CommitError("save() writes a commit that was made here: call commit() first")
+                files.write(Path(path), self._number, owner, self._shards, self._last[owner])
+            files.remove_older(Path(path), owners)
+
+
+def _codec() -> Any:
+    return importlib.import_module(CODEC)
+
+
+def _private(fd: int, size: int, offset: int, length: int) -> memoryview:
+    """A view of a part: what is written to it, others do not see."""
+    try:
+        return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE))[offset : offset + length]
+    finally:
+        os.close(fd)
