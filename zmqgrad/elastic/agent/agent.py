@@ -63,6 +63,7 @@ class AgentSpec:
         is_distributed: whether there may be other nodes.
         verbose: also announce the rounds of a single node.
         awaited: what joining a round waits for, if it waits for anything.
+        begin_round: called before the workers of a round start.
     """
 
     coordinator: Coordinator
@@ -74,6 +75,7 @@ class AgentSpec:
     is_distributed: bool = False
     verbose: bool = False
     awaited: str = ""
+    begin_round: Callable[[Placement], object] = lambda place: None
 
 
 def run_agent(spec: AgentSpec, clock: Clock = MONOTONIC) -> tuple[Result, Tails]:
@@ -234,6 +236,7 @@ class _Agent:
         self._place = place
         self._hold_until = math.inf
         self._lease_lost = False
+        self._spec.begin_round(place)
 
         def start(rank: int) -> Worker:
             return self._spec.start(place, rank - place.first_rank)

@@ -9,9 +9,13 @@ import queue
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from zmqgrad.elastic.agent.events import CoordinatorEvent, Failure, Joined, Left
 from zmqgrad.elastic.agent.ranks import NodeInfo, place
+
+if TYPE_CHECKING:
+    from zmqgrad.store import Store
 
 
 class EventQueue:
@@ -61,6 +65,11 @@ class Coordinator(ABC):
 
     def __init__(self) -> None:
         self.events = EventQueue()
+
+    @property
+    def round_store(self) -> Store | None:
+        """The store that the agents of the round share; None: there is no other agent, or no round."""
+        return None
 
     @abstractmethod
     def join(self, restarts: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from zmqgrad import environment
 from zmqgrad.elastic.agent.addresses import master_address, reserve_port, worker_port
 from zmqgrad.elastic.agent.agent import AgentSpec, Tails, run_agent
 from zmqgrad.elastic.agent.coordination import Coordinator, SingleNode
@@ -18,6 +19,7 @@ from zmqgrad.elastic.agent.ranks import NodeInfo, Placement
 from zmqgrad.elastic.agent.streams import OutputConfig
 from zmqgrad.elastic.agent.variables import ERROR_FILE, common_variables, worker_variables
 from zmqgrad.elastic.agent.workers import ScriptWorker, Worker
+from zmqgrad.elastic.commits.server import CommitServer
 from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.elastic.settings import RendezvousTimeout
 from zmqgrad.errors import ConfigurationError
@@ -54,6 +56,14 @@ def run_job(
         with tempfile.TemporaryDirectory(prefix="zmqgrad-run-") as temporary:
             return run_job(config, start, inherited, output, say, verbose, Path(temporary))
     common = common_variables(inherited, config)
+    reserved: list[socket.socket] = []
+    coordinator = open_coordinator(config, reserved)
+    commits = CommitServer(directory) if ends_workers() else None
+
+    def begin_round(place: Placement) -> None:
+        if commits is not None:
+            commits.begin_round(place, coordinator.round_store)
+            common[environment.COMMITS] = f"{place.round}:{commits.path}"
 
     def start_worker(place: Placement, local_rank: int) -> Worker:
         environ = worker_variables(common, place, local_rank)
@@ -65,9 +75,8 @@ def run_job(
     def error_lines(round: int, rank: int) -> Sequence[str]:
         return read_error(_error_file(directory, round, rank))
 
-    reserved: list[socket.socket] = []
     spec = AgentSpec(
-        open_coordinator(config, reserved),
+        coordinator,
         start_worker,
         error_lines,
         output,
@@ -76,11 +85,14 @@ def run_job(
         is_distributed(config),
         verbose,
         describe_wait(config) if is_distributed(config) else "",
+        begin_round,
     )
     try:
         return run_agent(spec)
     finally:
         _close(reserved)
+        if commits is not None:
+            commits.close()
 
 
 def _close(reserved: list[socket.socket]) -> None:

@@ -88,6 +88,11 @@ class RendezvousCoordinator(Coordinator):
         self._thread = threading.Thread(target=self._serve, name="zmqgrad-agent-rendezvous", daemon=True)
         self._thread.start()
 
+    @property
+    def round_store(self) -> Store | None:
+        round = self._round
+        return None if round is None else round.store
+
     def join(self, restarts: int) -> None:
         self._commands.put(lambda: self._join(restarts))
 
