@@ -1,7 +1,7 @@
 """A program that hangs: two workers hold a lock while they call each other. The tracer finds out why.
 
     zmqgrad run --nproc-per-node 3 --trace /tmp/hang examples/deadlock.py    # hangs
-    zmqgrad trace waits /tmp/hang                                            # in another terminal
+    zmqgrad trace /tmp/hang                                                  # in another terminal
     zmqgrad run --nproc-per-node 3 examples/deadlock.py --fixed              # does not hang
 
 Each of the first two workers has an account, and a lock that guards it. ``transfer`` locks the own account

@@ -169,7 +169,7 @@ def test_bash_completes_commands_options_and_choices(capsys: pytest.CaptureFixtu
     script = capsys.readouterr().out
     assert set(completed(script, "zmqgrad", "")) >= set(COMMANDS)
     assert completed(script, "zmqgrad", "st") == ["store"]
-    assert completed(script, "zmqgrad", "trace", "se") == ["sequence"]
+    assert completed(script, "zmqgrad", "trace", "sh") == ["show"]
     assert completed(script, "zmqgrad", "run", "--nproc-p") == ["--nproc-per-node"]
     assert completed(script, "zmqgrad", "trace", "stats", "--sort", "p9") == ["p99"]
 

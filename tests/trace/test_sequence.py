@@ -15,11 +15,12 @@ from zmqgrad.trace import Job
 from zmqgrad.trace.drawing import as_mermaid, as_svg, as_text
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.sequence import Diagram, Step, call_diagram, context_diagram, round_diagram
+from zmqgrad.wire.ids import join_id
 from zmqgrad.wire.messages import MessageType
 
 
 def run(*arguments: object) -> int:
-    return main(["trace", "sequence", *map(str, arguments)])
+    return main(["trace", "show", *map(str, arguments)])
 
 
 def nested(directory: Path) -> None:
@@ -57,8 +58,7 @@ def test_a_call_is_shown_with_what_it_caused_and_nothing_else(tmp_path: Path) ->
         (6000, "w2", "w1", True),
         (8000, "w1", "w0", True),
     ]
-    notes = [(s.source, s.text, s.nanoseconds) for s in diagram.steps if not s.target]
-    assert notes == [("w1", "queued", 1000), ("w1", "ran m:f", 5500)]
+    assert notes(diagram) == [("w1", "queued", 1000), ("w1", "ran m:f", 5500)]
 
 
 def test_without_a_choice_it_is_the_slowest_call(tmp_path: Path) -> None:
@@ -111,8 +111,93 @@ def test_a_context_has_its_passes_and_groups(tmp_path: Path) -> None:
         (200, "w0", ""),
     ]
     assert diagram.steps[-1].failed
-    with pytest.raises(TraceError, match=r"nothing of autograd context 0\.99"):
+    with pytest.raises(TraceError, match=r"no autograd context 0\.99"):
         context_diagram(Job(tmp_path), 99)
+
+
+REQUEST, CONTEXT, PASS = int(MessageType.FORWARD_AUTOGRAD_REQ), 4, 9
+USED, RETURNED, UNUSED = join_id(0, 11), join_id(1, 12), join_id(1, 13)
+MS = 1_000_000
+
+
+def backward(directory: Path, *, finished: bool = True) -> None:
+    """w0 calls w1 with a tensor and gets one; another result is never used. Then a backward pass."""
+    a, b = Writer(directory, 0, clock="boot"), Writer(directory, 1, clock="boot")
+    a.knows(b)
+    b.knows(a)
+    for worker in (a, b):
+        worker.add(Tag.CONTEXT_CREATED, SECOND, CONTEXT)
+    a.add(Tag.MESSAGE_SENT, SECOND, REQUEST, 1, 5, CONTEXT, 1, 100, 0)
+    a.add(Tag.SEND_RECORDED, SECOND, CONTEXT, USED, 1, 5, False)
+    a.add(Tag.MESSAGE_SENT, SECOND, REQUEST, 1, 6, CONTEXT, 0, 100, 0)
+    a.add(Tag.REQUEST_DESCRIBED, SECOND, 6, "<lambda>", "")
+    b.add(Tag.SEND_RECORDED, SECOND + MS, CONTEXT, RETURNED, 0, 5, True)
+    b.add(Tag.SEND_RECORDED, SECOND + 2 * MS, CONTEXT, UNUSED, 0, 6, True)
+    a.add(Tag.PASS_STARTED, 2 * SECOND, CONTEXT, PASS)
+    a.add(Tag.GROUP_EXECUTED, 2 * SECOND + MS, CONTEXT, PASS, MS, (), ((RETURNED, 1),))
+    b.add(Tag.GROUP_EXECUTED, 2 * SECOND + 3 * MS, CONTEXT, PASS, MS, (RETURNED,), ((USED, 0),))
+    a.add(Tag.GROUP_EXECUTED, 2 * SECOND + 5 * MS, CONTEXT, PASS, MS, (USED,), ())
+    if finished:
+        a.add(Tag.PASS_FINISHED, 2 * SECOND + 7 * MS, CONTEXT, PASS, False)
+    a.write()
+    b.write()
+
+
+def notes(diagram: Diagram) -> list[tuple[str, str, int | None]]:
+    return [(step.source, step.text, step.nanoseconds) for step in diagram.steps if not step.target]
+
+
+def test_the_groups_of_a_pass_have_their_order_their_causes_and_where_their_gradients_went(
+    tmp_path: Path,
+) -> None:
+    backward(tmp_path)
+    diagram = context_diagram(Job(tmp_path))
+    assert diagram.title == ("autograd context 0.4: 2 workers, 3 sends, 1 unused: 1.13 (result of <lambda>)")
+    assert notes(diagram) == [
+        ("w0", "backward pass 0.9 begins", None),
+        ("w0", "ran group 1: roots -> send 1.12 of w1", MS),
+        ("w1", "ran group 2: send 1.12 -> send 0.11 of w0", MS),
+        ("w0", "ran group 3: send 0.11 -> leaves", MS),
+        ("w0", "backward pass 0.9 ends", 7 * MS),
+    ]
+    assert diagram.steps[0].text == "FORWARD_AUTOGRAD_REQ m:f #0.5, send 0.11"
+
+
+def test_no_send_is_unused_while_no_pass_has_finished(tmp_path: Path) -> None:
+    backward(tmp_path, finished=False)
+    diagram = context_diagram(Job(tmp_path), CONTEXT)
+    assert "unused" not in diagram.title
+    assert "backward pass 0.9 ends" not in [text for _, text, _ in notes(diagram)]
+
+
+def test_what_a_lost_log_knew_is_named_unknown(tmp_path: Path) -> None:
+    backward(tmp_path)
+    (tmp_path / "w1-1001.zgtrace").unlink()
+    diagram = context_diagram(Job(tmp_path))
+    assert diagram.lanes == ["w0", "rank 1"]
+    assert notes(diagram)[1][1] == "ran group 1: roots -> send 1.12 of unknown"
+
+
+def test_contexts_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    backward(tmp_path)
+    assert run(tmp_path, "--list", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row == {
+        "context": "0.4", "workers": 2, "sends": 3, "unused": 1, "passes": 1, "backward": 7 * MS,
+    }  # fmt: skip
+    assert run(tmp_path, "--list") == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["0.4", "2", "3", "1", "1", "7.0", "ms"]
+    assert run(tmp_path, "--context") == 0
+    assert "1 unused" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        run("--context", tmp_path)
+    assert "a directory comes first" in capsys.readouterr().err
+
+
+def test_a_job_without_contexts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Writer(tmp_path, 0, clock="boot").write()
+    assert run(tmp_path, "--context") == 1
+    assert "used no autograd.context()" in capsys.readouterr().err
 
 
 def test_a_round_has_the_actions_of_its_nodes(tmp_path: Path) -> None:

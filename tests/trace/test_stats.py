@@ -18,18 +18,6 @@ from zmqgrad.trace.events import Tag
 from zmqgrad.trace.stats import statistics
 
 
-def test_the_findings_are_mentioned_below_the_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    two(tmp_path, 1, skew=0, clock="boot")
-    assert main(["trace", "stats", str(tmp_path)]) == 0
-    assert "findings" not in capsys.readouterr().out
-    with next(tmp_path.glob("w1-*")).open("ab") as file:
-        file.write(b"\0\0\0\x01\xc1")
-    assert main(["trace", "stats", str(tmp_path)]) == 0
-    assert "findings: The log of w1 is damaged (zmqgrad trace findings" in capsys.readouterr().out
-
-
 def about(value: int) -> object:
     return pytest.approx(value, rel=0.01)
 
@@ -67,7 +55,7 @@ def test_a_worker_without_a_log_is_named_by_its_rank(tmp_path: Path) -> None:
     _, b = two(tmp_path, 3, skew=0, clock="boot")
     b.path.unlink()
     found = statistics(Job(tmp_path))
-    assert {row.name for row in found.pairs} == {"w0 > #1", "#1 > w0"}
+    assert {row.name for row in found.pairs} == {"w0 > rank 1", "rank 1 > w0"}
 
 
 def run(*arguments: object) -> int:
@@ -121,10 +109,19 @@ def test_what_cannot_be_read_is_said(
 
 def test_a_job_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two(tmp_path, 3, skew=0, clock="boot")
-    Writer(tmp_path, 0, clock="boot", job="other", incarnation=5).write()
-    assert run("stats", tmp_path) == 1
-    assert "several jobs" in capsys.readouterr().err
-    assert run("stats", tmp_path, "--job", "j") == 0
+    Writer(tmp_path, 0, clock="boot", job="other", incarnation=5, wall=60 * SECOND).write()
+    assert run("stats", tmp_path, "--json") == 0
+    shown = capsys.readouterr()
+    assert [p["name"] for p in json.loads(shown.out)["processes"]] == ["w0"], "the newest"
+    assert "has 2 jobs; this is the newest, " in shown.err
+    assert run("stats", tmp_path, "--json", "--job", "j") == 0
+    assert len(json.loads(capsys.readouterr().out)["processes"]) == 2
+    assert run("stats", tmp_path, "--job", "no") == 1
+    assert "no traces of job 'no'; it has j, other" in capsys.readouterr().err
+    assert run("stats", tmp_path, "--jobs") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first.split()[0], second.split()[0]) == ("j", "other")
+    assert "2 workers: train.py" in first
 
 
 def test_a_large_trace_is_read_in_part_and_shows_its_progress(

@@ -10,10 +10,11 @@ from tests.trace.test_job import SECOND, two
 from tests.trace.test_waits import finish, waits_for, workers
 from zmqgrad.__main__ import main
 from zmqgrad.trace import Job
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace.events import Role, Tag
 from zmqgrad.trace.sequence import call_diagram
 from zmqgrad.trace.tail import Filter, recorded
 from zmqgrad.wire.ids import join_id, parse_id, show_id
+from zmqgrad.wire.messages import MessageType
 
 
 def run(view: str, directory: Path, *arguments: str) -> int:
@@ -37,7 +38,7 @@ def test_a_call_is_found_by_the_id_that_tail_prints(
     two(tmp_path, 3, skew=0, clock="boot")
     assert run("tail", tmp_path, "--no-follow") == 0
     assert "#0.2 " in capsys.readouterr().out
-    assert run("sequence", tmp_path, "--call", "0.2") == 0
+    assert run("show", tmp_path, "--call", "0.2") == 0
     assert "call #0.2 m:f" in capsys.readouterr().out
 
 
@@ -84,7 +85,7 @@ def test_a_filter_that_matches_nothing_says_what_there_is(
         ("stats", "--top", "-1"),
         ("top", "--interval", "0"),
         ("top", "--interval", "nan"),
-        ("sequence", "--limit", "-2"),
+        ("show", "--limit", "-2"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -112,8 +113,45 @@ def test_a_log_or_a_directory_above_is_explained(tmp_path: Path, capsys: pytest.
 
 def test_a_list_of_no_contexts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two(tmp_path, 3, skew=0, clock="boot")
-    assert run("graph", tmp_path, "--list") == 0
+    assert run("show", tmp_path, "--list") == 0
     assert "has no autograd contexts" in capsys.readouterr().err
+
+
+def with_store(directory: Path) -> None:
+    """A call, and a query of a store by its client."""
+    a, _ = two(directory, 1, skew=0, clock="boot")
+    a.rows.append((Tag.ACTOR_STARTED, 0, 2, Role.STORE_CLIENT, "", 0, 0, "", "tcp://h:1"))
+    a.rows.append((Tag.MESSAGE_SENT, SECOND, 1, 2, int(MessageType.STORE_SET), 9, 1, 0, 1, 100, 0))
+    a.write()
+
+
+def test_messages_of_stores_are_shown_only_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_store(tmp_path)
+    for view, form in (
+        ("tail", "--no-follow"),
+        ("top", "--once"),
+        ("stats", "--last=9"),
+        ("timeline", "-o-"),
+    ):
+        for asked in (False, True):
+            assert run(view, tmp_path, form, *["--stores"] * asked) == 0
+            assert ("STORE_SET" in capsys.readouterr().out) is asked, view
+    assert run("tail", tmp_path, "--no-follow", "--type", "STORE_*") == 0
+    assert "STORE_SET" in capsys.readouterr().out
+
+
+def test_a_directory_without_a_view_shows_the_findings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two(tmp_path, 3, skew=0, clock="boot")
+    for words in ([str(tmp_path)], ["--all", str(tmp_path)]):
+        assert main(["trace", *words]) == 0
+        assert ("did not shut down" in capsys.readouterr().out) is ("--all" in words)
+    monkeypatch.setenv("ZMQGRAD_TRACE", str(tmp_path))
+    assert main(["trace"]) == 0
+    assert capsys.readouterr().out == "nothing stands out\n"
 
 
 def test_functions_come_first_and_stores_only_when_asked_for(

@@ -39,6 +39,8 @@ class CommandParser(argparse.ArgumentParser):
         options["allow_abbrev"] = False
         super().__init__(*args, **options)
         self._declare = declare
+        self.complete: Callable[[Any], Any] = lambda words: words
+        """Returns the arguments to parse, given those of the command line."""
 
     def declare(self) -> None:
         """Declare the arguments, unless that is done."""
@@ -49,7 +51,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does; but unknown arguments are an error, reported with the usage of this parser."""
         self.declare()
-        found, unknown = super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(self.complete(args), namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
         return found, unknown

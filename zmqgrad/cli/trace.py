@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from functools import partial
 from typing import cast
 
-from zmqgrad.cli.parser import Command, describe, discard_output
+from zmqgrad import environment
+from zmqgrad.cli.parser import Command, CommandParser, describe, discard_output
 from zmqgrad.errors import TraceError
 
 EXIT_FAILED = 1
@@ -22,8 +24,8 @@ EXIT_PIPE = 141
 
 _VIEWS = {
     "findings": (
-        "Name what stands out: deadlocks, stragglers, hot workers, unused sends.",
-        "zmqgrad trace findings runs/trace",
+        "Name what stands out: hangs, stragglers, hot workers, repeated sends, unused results (the default).",
+        "zmqgrad trace runs/trace",
         "zmqgrad trace findings runs/trace --all --json",
     ),
     "report": (
@@ -47,21 +49,20 @@ _VIEWS = {
         "Count messages, bytes and latencies, by type, pair of workers and function.",
         "zmqgrad trace stats runs/trace --sort p99 --top 10",
     ),
-    "sequence": (
-        "Draw a call, an autograd context or a rendezvous round as a sequence diagram.",
-        "zmqgrad trace sequence runs/trace --round 1",
-        "zmqgrad trace sequence runs/trace --context 1 --svg context.svg",
+    "show": (
+        "Draw a call, an autograd context or a rendezvous round, step by step.",
+        "zmqgrad trace show runs/trace --call 0.7",
+        "zmqgrad trace show runs/trace --context --svg context.svg",
+        "zmqgrad trace show runs/trace --round 1",
     ),
     "timeline": (
         "Write a timeline that Perfetto and chrome://tracing open.",
         "zmqgrad trace timeline runs/trace",
     ),
-    "graph": (
-        "Draw the distributed autograd graph of a context.",
-        "zmqgrad trace graph runs/trace --list",
-    ),
 }
 """Views with their help texts and examples; ``zmqgrad.cli.trace_<name>`` is the module."""
+
+_DEFAULT_VIEW = "findings"
 
 _EXIT_CODES = {
     "1": "the trace cannot be read, or does not have what was asked for",
@@ -76,11 +77,14 @@ _MORE_EXIT_CODES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the views; their own arguments are declared when they are used."""
+    assert isinstance(parser, CommandParser)
+    parser.complete = _with_view
     views = parser.add_subparsers(dest="view", required=True, title="views", metavar="VIEW")
     for name, (purpose, *_) in _VIEWS.items():
         views.add_parser(name, help=purpose, description=purpose, declare=partial(_declare, name))
     examples = (
         "zmqgrad run --nproc-per-node 2 --trace runs/trace train.py",
+        "zmqgrad trace runs/trace",
         "zmqgrad trace report runs/trace",
     )
     describe(parser, examples, _EXIT_CODES)
@@ -89,6 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Show the view, and return the exit code."""
     try:
+        if arguments.jobs:
+            importlib.import_module("zmqgrad.cli.trace_output").list_jobs(arguments)
+            return 0
         code = _view(arguments.view).execute(arguments)
         sys.stdout.flush()
         return code
@@ -100,6 +107,16 @@ def execute(arguments: argparse.Namespace) -> int:
         return EXIT_PIPE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _with_view(words: list[str]) -> list[str]:
+    """The words of a command line, with the default view where a directory stands in its place."""
+    first = next((word for word in words if not word.startswith("-")), None)
+    if first is None:
+        has_directory = not words and environment.trace_directory() is not None
+    else:
+        has_directory = first not in _VIEWS and (os.path.isdir(first) or os.sep in first)
+    return [_DEFAULT_VIEW, *words] if has_directory else words
 
 
 def _declare(name: str, parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
-"""``zmqgrad trace findings``: what a person should look at first in a trace.
+"""``zmqgrad trace DIRECTORY``: what a person should look at first in a trace.
 
-Exit codes as those of ``zmqgrad trace``; 3: there is a problem, such as a deadlock.
+Of a running job, it first asks each process of this host for the stacks of its threads. Exit codes as those
+of ``zmqgrad trace``; 3: there is a problem, such as a deadlock.
 """
 
 from __future__ import annotations
@@ -8,12 +9,24 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from collections.abc import Iterable
 
 import msgspec
 
 from zmqgrad.cli.colours import RED, YELLOW, paint
-from zmqgrad.cli.trace_output import add_job_arguments, add_part_arguments, open_job, printable
-from zmqgrad.trace.findings import Severity, find
+from zmqgrad.cli.trace_output import (
+    add_job_arguments,
+    add_part_arguments,
+    note,
+    open_job,
+    printable,
+    read_job,
+    terminal_width,
+)
+from zmqgrad.runtime.clock import MonotonicClock, monotonic_ns
+from zmqgrad.trace.findings import Finding, Severity, Survey
+from zmqgrad.trace.job import STALLED_NANOSECONDS
+from zmqgrad.trace.live import ask_for_stacks, running
 
 EXIT_PROBLEM = 3
 
@@ -22,26 +35,62 @@ _COLOURS = {Severity.PROBLEM: RED, Severity.WARNING: YELLOW}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_job_arguments(parser)
-    add_part_arguments(parser, last_only=True)
+    add_survey_arguments(parser)
     parser.add_argument(
         "--all",
         action="store_true",
         help="also what is no fault: the slowest calls, the longest waits, workers that still run",
     )
+
+
+def add_survey_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of :func:`survey`."""
+    add_job_arguments(parser)
+    add_part_arguments(parser, last_only=True)
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    parser.add_argument(
+        "--no-stacks", action="store_true", help="do not ask a running job for the stacks of its threads"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="how long to wait for the stacks (default: 2)"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the findings."""
-    findings = find(open_job(arguments), notes=arguments.all)
+    findings = survey(arguments).findings(notes=arguments.all)
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
     elif not findings:
         print("nothing stands out")
-    for each in () if arguments.json else findings:
-        severity = paint(each.severity.name, _COLOURS.get(each.severity))
-        print(f"{severity}: {printable(each.title)}")
-        for line in each.detail.splitlines():
-            print(textwrap.indent(textwrap.fill(printable(line), 100), "    "))
+    else:
+        print_findings(findings)
     return EXIT_PROBLEM if any(each.severity is Severity.PROBLEM for each in findings) else 0
+
+
+def survey(arguments: argparse.Namespace) -> Survey:
+    """What stands out in the job; if it runs, with the stacks of its threads and waits up to now."""
+    job = open_job(arguments)
+    alive = running(job)
+    if not alive:
+        return Survey(job)
+    if not arguments.no_stacks:
+        for process in ask_for_stacks(job.directory, alive, arguments.seconds, MonotonicClock()):
+            note(
+                f"{process} did not send its stacks in {arguments.seconds:g} s: "
+                f"it is stopped, or native code keeps the GIL"
+            )
+        job = read_job(arguments)
+    now = job.time(alive[0], monotonic_ns())
+    # What was recorded after the cut is not read, so nothing may be measured by it.
+    return Survey(job, None if now - job.cut < STALLED_NANOSECONDS else now)
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """Print each finding with its evidence; lines of code are not wrapped."""
+    width = min(100, terminal_width())
+    for each in findings:
+        print(f"{paint(each.severity.name, _COLOURS.get(each.severity))}: {printable(each.title)}")
+        for line in map(printable, each.detail.splitlines()):
+            is_code = line.startswith(" ")
+            print(textwrap.indent(line if is_code else textwrap.fill(line, int(width) - 4), "    "))

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import local_time, monotonic_ns
-from zmqgrad.trace import Job
+from zmqgrad.trace import Job, Process
+from zmqgrad.trace.events import Role
 from zmqgrad.trace.labels import process_label, size
 from zmqgrad.trace.live import is_live
 from zmqgrad.trace.log import find_logs
@@ -34,7 +35,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", nargs="?", help="the directory of the trace logs (default: that of ZMQGRAD_TRACE)"
     )
-    parser.add_argument("--job", metavar="ID", help="which job, if the directory has traces of several")
+    parser.add_argument("--job", metavar="ID", help="which job (default: the one that began last)")
+    parser.add_argument("--jobs", action="store_true", help="list the jobs of the directory")
 
 
 def add_part_arguments(parser: argparse.ArgumentParser, *, last_only: bool = False) -> None:
@@ -43,6 +45,11 @@ def add_part_arguments(parser: argparse.ArgumentParser, *, last_only: bool = Fal
         help_text = f"leave out what happened {which} than this, from the start of the job"
         parser.add_argument(name, type=float, metavar="SECONDS", help=help_text)
     parser.add_argument("--last", type=float, metavar="SECONDS", help="read only the end of the job")
+
+
+def add_stores_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare that the messages of stores are shown, too."""
+    parser.add_argument("--stores", action="store_true", help="also the messages of stores")
 
 
 def chooses_part(arguments: argparse.Namespace) -> bool:
@@ -70,6 +77,11 @@ def open_job(arguments: argparse.Namespace) -> Job:
         TraceError: if the directory has no readable logs, or not those of one job.
     """
     job = read_job(arguments)
+    if len(job.jobs) > 1 and arguments.job is None:
+        note(
+            f"{job.directory} has {len(job.jobs)} jobs; this is the newest, {describe_job(job.jobs[job.id])} "
+            "(--jobs lists them)"
+        )
     for problem in job.unreadable:
         note(f"left out: {problem}")
     for process in job.processes:
@@ -103,6 +115,21 @@ def read_job(arguments: argparse.Namespace) -> Job:
     elif events > MANY_EVENTS:
         note(f"the trace has {events:,} events, which takes minutes to read: --last SECONDS reads its end")
     return job
+
+
+def list_jobs(arguments: argparse.Namespace) -> None:
+    """Prints the jobs of the directory, the newest last."""
+    jobs = Job(directory_of(arguments)).jobs
+    for name, processes in sorted(jobs.items(), key=lambda item: min(p.info.wall for p in item[1])):
+        print(f"{name}  {describe_job(processes)}")
+
+
+def describe_job(processes: Sequence[Process]) -> str:
+    """When a job began, its workers and its program."""
+    began = min(process.info.wall for process in processes)
+    workers = [a.name for p in processes for a in p.actors.values() if a.role is Role.WORKER]
+    program = next((p.info.program for p in processes if p.info.program), "")
+    return f"{local_time(began // 1_000_000_000, date=True)}, {len(workers)} workers: {printable(program)}"
 
 
 def count(text: str) -> int:
@@ -173,9 +200,13 @@ def clock_text(wall: int) -> str:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; in a terminal, within its width."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    for line in table(columns, rows, width):
+    for line in table(columns, rows, terminal_width()):
         print(line)
+
+
+def terminal_width() -> float:
+    """The columns of the terminal; infinite if stdout is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: float) -> Iterator[str]:

@@ -11,18 +11,15 @@ import msgspec
 from zmqgrad.cli.trace_output import (
     add_job_arguments,
     add_part_arguments,
+    add_stores_argument,
     count,
     duration,
     open_job,
     print_table,
     printable,
 )
-from zmqgrad.trace import Job
-from zmqgrad.trace.findings import find
 from zmqgrad.trace.labels import size
 from zmqgrad.trace.stats import Latency, ProcessRow, Row, Statistics, statistics
-
-MAX_TITLES = 5
 
 _ORDERS: dict[str, Callable[[Row], Any]] = {
     "messages": lambda row: row.messages,
@@ -40,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser)
     add_part_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object; times in nanoseconds")
-    parser.add_argument("--stores", action="store_true", help="also the messages of stores")
+    add_stores_argument(parser)
     parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
     parser.add_argument(
         "--top", type=count, default=30, metavar="N", help="rows of a table (default: %(default)s; 0: all)"
@@ -49,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the statistics of a job."""
-    job = open_job(arguments)
-    found = statistics(job)
+    found = statistics(open_job(arguments))
     for rows in (found.types, found.pairs, found.functions):
         rows.sort(key=_ORDERS[arguments.sort], reverse=arguments.sort != "name")
     if arguments.json:
@@ -63,22 +59,12 @@ def execute(arguments: argparse.Namespace) -> int:
     print("\ntransfer, queued and running: medians; quantiles are within 1%")
     if not arguments.stores and any(map(_is_of_store, found.types)):
         print("messages of stores are left out: --stores shows them")
-    if arguments.since is arguments.until is None:  # a call that crosses the end would be a finding
-        _print_findings(job)
     return 0
 
 
 def _is_of_store(row: Row) -> bool:
     """Whether this is a type of messages of a store, or a pair of which one is a store."""
     return row.name.startswith("STORE_") or row.name.startswith("store >") or row.name.endswith("> store")
-
-
-def _print_findings(job: Job) -> None:
-    """What a table does not show, by its title; ``zmqgrad trace findings`` has the rest."""
-    titles = [printable(each.title) for each in find(job)]
-    more = f"; and {len(titles) - MAX_TITLES} more" if len(titles) > MAX_TITLES else ""
-    if titles:
-        print(f"findings: {'; '.join(titles[:MAX_TITLES])}{more} (zmqgrad trace findings has the evidence)")
 
 
 def _print_processes(found: Statistics) -> None:

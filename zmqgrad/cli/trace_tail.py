@@ -14,6 +14,7 @@ from zmqgrad.cli.trace_output import (
     MAX_NAMED,
     add_job_arguments,
     add_part_arguments,
+    add_stores_argument,
     chooses_part,
     clock_text,
     directory_of,
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace tail``."""
     add_job_arguments(parser)
     add_part_arguments(parser)
+    add_stores_argument(parser)
     parser.epilog = (
         "Follows a running job, from now on, until it has ended or Ctrl-C; prints all of one that has ended. "
         "Patterns are those of a shell, such as 'STORE_*'; options may be repeated."
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     repeated = {"action": "append", "default": [], "metavar": "PATTERN"}
     parser.add_argument("--type", **repeated, help="message types, such as CALL")  # type: ignore[arg-type]
     parser.add_argument("--not-type", **repeated, help="types to leave out")  # type: ignore[arg-type]
-    parser.add_argument("--function", **repeated, help="functions, or keys of a store")  # type: ignore[arg-type]
+    parser.add_argument("--function", **repeated, help="functions; with --stores, also keys")  # type: ignore[arg-type]
     parser.add_argument("--worker", **repeated, help="workers that send or receive")  # type: ignore[arg-type]
     parser.add_argument("--peer", **repeated, help="workers at the other end")  # type: ignore[arg-type]
     parser.add_argument(
@@ -75,6 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.context,
         arguments.worker,
         arguments.peer,
+        arguments.stores,
     )
     show = _Counted(_show_json if arguments.json else _text_printer())
     if not (arguments.no_follow or chooses_part(arguments)):
@@ -138,7 +141,7 @@ def _print(lines: Iterable[Line], wanted: Filter, show: _Counted, wall: Callable
     for line in lines:
         if wanted.matches(line.message):
             show(line, wall(line.message.time))
-        else:
+        elif wanted.stores or not is_store(line.message.kind):
             show.leave_out(line.message)
 
 

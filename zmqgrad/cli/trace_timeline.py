@@ -8,7 +8,13 @@ import json
 import sys
 from pathlib import Path
 
-from zmqgrad.cli.trace_output import add_job_arguments, add_part_arguments, directory_of, open_job
+from zmqgrad.cli.trace_output import (
+    add_job_arguments,
+    add_part_arguments,
+    add_stores_argument,
+    directory_of,
+    open_job,
+)
 from zmqgrad.trace import chrome
 from zmqgrad.trace.profiles import profile_events
 from zmqgrad.trace.timeline import Timeline
@@ -18,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace timeline``."""
     add_job_arguments(parser)
     add_part_arguments(parser)
+    add_stores_argument(parser)
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.add_argument(
         "-o",
@@ -38,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Write the timeline, and return the exit code."""
     job = open_job(arguments)
-    timeline = Timeline(job)
+    timeline = Timeline(job, arguments.stores)
     profiles = itertools.chain.from_iterable(
         profile_events(timeline, job, path, number) for number, path in enumerate(arguments.profiler)
     )

@@ -19,6 +19,7 @@ import msgspec
 from zmqgrad.cli.trace_live import polls, wait_for_closed_output
 from zmqgrad.cli.trace_output import (
     add_job_arguments,
+    add_stores_argument,
     clock_text,
     directory_of,
     duration,
@@ -69,6 +70,7 @@ Show = Callable[[Snapshot, int], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace top``."""
     add_job_arguments(parser)
+    add_stores_argument(parser)
     parser.epilog = "In the terminal: q ends, s changes the order, space pauses. Rates are of the last 10 s."
     parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
     parser.add_argument(
@@ -90,27 +92,25 @@ def execute(arguments: argparse.Namespace) -> int:
             )
         if arguments.json or arguments.once:
             show = _show_json if arguments.json else _text_printer(arguments.sort)
-            _run(follower, show, arguments.interval, wait_for_closed_output, once=arguments.once)
+            _run(follower, show, arguments, wait_for_closed_output)
             return 0
         with _Terminal(arguments.sort) as terminal:
-            _run(follower, terminal.show, arguments.interval, terminal.wait, is_over=lambda: terminal.is_over)
+            _run(follower, terminal.show, arguments, terminal.wait, lambda: terminal.is_over)
     return 0
 
 
 def _run(
     follower: Follower,
     show: Show,
-    interval: float,
+    arguments: argparse.Namespace,
     wait: Callable[[float], None],
-    *,
-    once: bool = False,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    load, shown = Load(), monotonic_ns()
+    load, shown, once = Load(arguments.stores), monotonic_ns(), arguments.once
     for entries, waited in polls(follower, wait):
         load.add(entries)
         now = monotonic_ns()
-        if (once and not follower.behind) or (not once and now - shown >= interval * 1e9):
+        if (once and not follower.behind) or (not once and now - shown >= arguments.interval * 1e9):
             shown = now
             show(load.snapshot(waited, is_recording), follower.wall(load.newest + waited))
             sys.stdout.flush()

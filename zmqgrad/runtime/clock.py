@@ -25,9 +25,9 @@ def unix_time() -> float:
     return time.time()
 
 
-def local_time(seconds: int) -> str:
-    """The time of day, here, at ``seconds`` since 1970."""
-    return time.strftime("%H:%M:%S", time.localtime(seconds))
+def local_time(seconds: int, date: bool = False) -> str:
+    """The time of day, here, at ``seconds`` since 1970; ``date``: with the date before it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S", time.localtime(seconds))
 
 
 class Clock(Protocol):

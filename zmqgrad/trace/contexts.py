@@ -8,8 +8,18 @@ from __future__ import annotations
 
 import msgspec
 
-from zmqgrad.trace.events import ContextCreated, GroupExecuted, PassFinished, PassStarted, SendRecorded
+from zmqgrad.trace.events import (
+    ContextCreated,
+    GroupExecuted,
+    MessageSent,
+    PassFinished,
+    PassStarted,
+    RequestDescribed,
+    SendRecorded,
+)
+from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Stamped
+from zmqgrad.wire.messages import REQUEST
 
 
 class Send(msgspec.Struct):
@@ -67,15 +77,24 @@ class Contexts:
 
     Attributes:
         all: the contexts by their numbers, in the order of their first events.
+        functions: what was called in them, by the message id of the request.
     """
 
     def __init__(self) -> None:
         self.all: dict[int, Context] = {}
+        self.functions: dict[int, str] = {}
 
     def add(self, stamped: Stamped) -> None:
         """Adds the event ``stamped``."""
-        time, _, actor, event = stamped
-        if actor is None or not isinstance(event, _OF_CONTEXTS):
+        time, process, actor, event = stamped
+        if actor is None:
+            return
+        if isinstance(event, MessageSent):
+            if event.context and event.kind & REQUEST:
+                self.functions[event.message_id] = tidy(process.names.get(event.name, ""))
+        elif isinstance(event, RequestDescribed) and event.message_id in self.functions:
+            self.functions[event.message_id] = event.function  # it follows the send of the request
+        if not isinstance(event, _OF_CONTEXTS):
             return
         context = self.all.get(event.context)
         if context is None:

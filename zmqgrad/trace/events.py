@@ -50,6 +50,7 @@ class Tag(enum.IntEnum):
     STEP_TAKEN = 28
     PUBLISHED = 29
     GROUP_CALLED = 30
+    INTERRUPTED = 31
 
 
 class Role(enum.IntEnum):
@@ -305,6 +306,12 @@ class GroupCalled(Event, frozen=True, tag=30):
     failed: bool = False
 
 
+class Interrupted(Event, frozen=True, tag=31):
+    """Ctrl-C ended a wait of a thread of this process."""
+
+    thread: int
+
+
 class RendezvousStep(Event, frozen=True, tag=18):
     """A node of an elastic rendezvous applied ``action`` to the state, in round ``round``."""
 
@@ -414,6 +421,7 @@ AnyEvent = (
     | StepTaken
     | Published
     | GroupCalled
+    | Interrupted
 )
 """All events that the reader of a log yields."""
 
@@ -426,7 +434,8 @@ class ProcessInfo(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     ``wall`` and ``monotonic`` are both clocks, in nanoseconds, at the same moment. ``clock`` identifies the
     monotonic clock: processes with the same one share it, so their times need no alignment; empty: unknown.
-    ``job`` is set by the launcher; without one, workers tell it (:class:`ActorStarted`).
+    ``job`` is set by the launcher; without one, workers tell it (:class:`ActorStarted`). ``library`` is the
+    directory of this package there: its frames in stacks are not of the program.
     """
 
     host: str
@@ -437,3 +446,4 @@ class ProcessInfo(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     job: str = ""
     program: str = ""
     parent: int = 0
+    library: str = ""

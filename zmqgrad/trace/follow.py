@@ -14,7 +14,7 @@ from zmqgrad.trace.declarations import declare, shift
 from zmqgrad.trace.events import AnyEvent, MessageReceived, MessageSent
 from zmqgrad.trace.live import is_recording
 from zmqgrad.trace.log import LogReader, find_logs
-from zmqgrad.trace.model import Declared, Entry, Process
+from zmqgrad.trace.model import Declared, Entry, Process, newest_job
 
 RECORDS_AT_ONCE = 16
 """Records of each log that one :meth:`Follower.poll` reads, so that its memory is bounded."""
@@ -24,7 +24,7 @@ class Follower:
     """Follows the logs in ``directory``. Close it when done.
 
     Args:
-        job: reads only processes of this job, and those that belong to none.
+        job: reads only processes of this job, and those that belong to none; None: of the newest one.
 
     Raises:
         TraceError: if the directory cannot be read, or has no logs.
@@ -78,7 +78,8 @@ class Follower:
             self._logs[path] = log
 
     def _is_wanted(self, process: Process) -> bool:
-        return self._job is None or not process.jobs() or self._job in process.jobs()
+        job = self._job or newest_job(log.process for log in self._logs.values())
+        return not process.jobs() or job in process.jobs()
 
     def processes(self) -> list[Process]:
         """The processes whose logs are read."""

@@ -21,7 +21,7 @@ from zmqgrad.trace.declarations import shift, survey
 from zmqgrad.trace.events import AnyEvent, PeerDeclared, Role, StackDumped
 from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.log import LogReader, find_logs
-from zmqgrad.trace.model import Actor, Call, Declared, Entry, Message, Process, Stamped
+from zmqgrad.trace.model import Actor, Call, Declared, Entry, Message, Process, Stamped, newest_job
 from zmqgrad.trace.pairing import Pairing
 from zmqgrad.wire.messages import REQUEST, RESPONSE
 
@@ -39,12 +39,12 @@ class Job:
     """The traces of one job, in ``directory``.
 
     Args:
-        job: which job, if the directory has logs of several; see :attr:`jobs`.
+        job: which job, if the directory has logs of several (:attr:`jobs`); None: the one that began last.
         shared_clocks: whether processes whose logs say so share a clock. False: all are aligned by messages.
         on_read: called with the number of bytes of each record that is read, at every use of the job.
 
     Raises:
-        TraceError: if the directory has no readable logs, or logs of several jobs and ``job`` is not given.
+        TraceError: if the directory has no readable logs, or none of this job.
     """
 
     def __init__(
@@ -91,17 +91,11 @@ class Job:
         for process in processes:
             for each in process.jobs():
                 self.jobs.setdefault(each, []).append(process)
-        if job is None and len(self.jobs) > 1:
-            shown = "; ".join(f"{name} ({len(each)} processes)" for name, each in self.jobs.items())
-            raise TraceError(f"{self.directory} has traces of several jobs, choose one: {shown}")
         if job is not None and job not in self.jobs:
             known = ", ".join(self.jobs) or "none"
             raise TraceError(f"{self.directory} has no traces of job {job!r}; it has {known}")
-        return [
-            p
-            for p in processes
-            if not p.jobs() or not self.jobs or (job or next(iter(self.jobs))) in p.jobs()
-        ]
+        self.id = newest_job(processes) if job is None else job
+        return [p for p in processes if not p.jobs() or self.id in p.jobs()]
 
     def _clock(self, process: Process) -> str:
         return process.clock if self._shared_clocks else str(process.path)

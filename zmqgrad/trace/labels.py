@@ -9,7 +9,6 @@ from zmqgrad.trace.kinds import is_store
 from zmqgrad.trace.model import Actor, Message, Process
 from zmqgrad.wire.ids import show_id
 
-UNKNOWN = "?"
 _METHOD = re.compile(r"^rref:\d+:")
 
 
@@ -22,6 +21,11 @@ def actor_label(actor: Actor) -> str:
     return actor.name or f"{actor.role.name.lower()} {actor.rank}"
 
 
+def worker_label(actor: Actor | None, rank: int) -> str:
+    """The name of the worker of this rank; its rank if it left no log."""
+    return actor_label(actor) if actor is not None else f"rank {rank}"
+
+
 def process_label(process: Process) -> str:
     """The names of its workers, or of its rendezvous nodes, or ``pid N``."""
     actors = sorted(process.actors.values(), key=lambda a: a.role)
@@ -31,16 +35,13 @@ def process_label(process: Process) -> str:
 
 
 def ends(message: Message) -> tuple[str, str]:
-    """Labels of the source and the target of a message. Without its log, a worker is its rank, as ``#3``."""
+    """Labels of the source and the target of a message."""
     source, target = message.source, message.target
     known = source or target
-    missing = f"#{message.peer}" if known is not None and known.role is Role.WORKER else UNKNOWN
-    if known is not None and known.role is Role.STORE_CLIENT:
-        missing = "store"
-    return (
-        actor_label(source) if source is not None else missing,
-        actor_label(target) if target is not None else missing,
-    )
+    if known is not None and known.role is Role.WORKER:
+        return worker_label(source, message.peer), worker_label(target, message.peer)
+    missing = "store" if known is not None and known.role is Role.STORE_CLIENT else "?"
+    return actor_label(source) if source else missing, actor_label(target) if target else missing
 
 
 def size(count: float) -> str:

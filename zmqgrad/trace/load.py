@@ -26,7 +26,7 @@ from zmqgrad.trace.events import (
     WaitBegun,
     WaitEnded,
 )
-from zmqgrad.trace.kinds import SERVED, type_name
+from zmqgrad.trace.kinds import SERVED, is_store, type_name
 from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.model import Actor, Call, Entry, Process
 from zmqgrad.trace.sketch import Sketch
@@ -123,9 +123,14 @@ class _State:
 
 
 class Load:
-    """Follows the events of a job, each added once, nearly in order of time."""
+    """Follows the events of a job, each added once, nearly in order of time.
 
-    def __init__(self) -> None:
+    Args:
+        stores: whether the messages of stores count as well.
+    """
+
+    def __init__(self, stores: bool = False) -> None:
+        self._stores = stores
         self.newest = 0
         self._first: int | None = None
         self._calls = Assembly()
@@ -138,6 +143,8 @@ class Load:
         """Adds events."""
         for entry in entries:
             time, declared, actor, event = entry
+            if isinstance(event, MessageEvent) and is_store(event.kind) and not self._stores:
+                continue
             self.newest = max(self.newest, time)
             for call in self._calls.add(entry):
                 self._count_call(call)
@@ -236,7 +243,7 @@ class Load:
         """By the names of the workers, which may be told after their first messages."""
         names = self._names.get
         return [
-            (f"{source} > {other if rank is None else names((other, rank), f'#{rank}')}", cell)
+            (f"{source} > {other if rank is None else names((other, rank), f'rank {rank}')}", cell)
             for (source, other, rank), cell in pairs.items()
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
@@ -77,6 +78,12 @@ class Process(msgspec.Struct, eq=False):
     def __repr__(self) -> str:
         names = ", ".join(a.name for a in self.actors.values() if a.role is Role.WORKER)
         return f"<process {self.info.pid} on {self.info.host}{names and f': {names}'}>"
+
+
+def newest_job(processes: Iterable[Process]) -> str:
+    """The job of the process that began last; empty: none belongs to a job."""
+    began = [(process.info.wall, job) for process in processes for job in process.jobs()]
+    return max(began, default=(0, ""))[1]
 
 
 class Stamped(NamedTuple):

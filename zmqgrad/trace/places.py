@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from zmqgrad.trace.labels import actor_label, show_time
+from collections.abc import Iterator
+
+from zmqgrad.trace.labels import actor_label, show_time, worker_label
 from zmqgrad.trace.model import Actor, Call
+from zmqgrad.trace.stacks import innermost
 from zmqgrad.trace.waits import Wait, Waits
 
 
 def target_label(wait: Wait) -> str:
     """The name of the worker that ``wait`` waits for; its rank if it left no log."""
-    return actor_label(wait.target) if wait.target is not None else f"worker {wait.rank}"
+    return worker_label(wait.target, wait.rank)
 
 
 def thread_label(wait: Wait) -> str:
@@ -19,15 +22,43 @@ def thread_label(wait: Wait) -> str:
 
 def locate(wait: Wait, waits: Waits) -> str:
     """Where the request is that ``wait`` waits for, in words."""
-    now, call, target = waits.now if wait.until is None else wait.until, wait.call, wait.target
+    now, call, target = waits.until(wait), wait.call, wait.target
     if call is None:
         return "no request of it is under way" if wait.context else "its request was not recorded"
     name = target_label(wait)
     thread = target.process.thread_name(call.thread) if target is not None else f"thread {call.thread}"
     text = place(call, now, name, thread, waits.queue_of(call))
-    if call.reply is None:
+    if call.reply is None and not waits.was_interrupted(wait):
         text += _why_not(target) if call.request.received is None else _end_of(target)
     return text
+
+
+def headline(wait: Wait, waits: Waits) -> str:
+    """Who waits (or waited) for what, and how long."""
+    who, peer = f"{actor_label(wait.waiter)} ({thread_label(wait)})", target_label(wait)
+    until = ", until the job was interrupted" if waits.was_interrupted(wait) else ""
+    took = f"{'waits' if wait.until is None else 'waited'} {show_time(wait.duration(waits.now))}"
+    if wait.context and wait.call is None:
+        return f"{who} {took} for a backward pass{until}"
+    if not wait.is_blocking:
+        who, took = actor_label(wait.waiter), f"has no reply for {show_time(wait.duration(waits.now))}"
+        return f"{who} {took} from {peer}: {wait.function}"
+    return f"{who} {took} for {peer}{until}: {wait.function}"
+
+
+def describe(wait: Wait, waits: Waits) -> Iterator[str]:
+    """Yields lines: who waits for what, where the request is, and the code at both ends, if it is known."""
+    yield headline(wait, waits)
+    yield f"    {locate(wait, waits)}"
+    call, target, places = wait.call, wait.target, []
+    if wait.is_blocking:
+        places.append(("waits at", wait.waiter, wait.thread))
+    if call is not None and target is not None:
+        places.append(("runs", target, call.thread))
+    for where, actor, thread in places:
+        stack = waits.stack_of(actor.process, thread)
+        for i, frame in enumerate(innermost(stack, 2, actor.process.info.library)):
+            yield f"    {'called from' if i else where} {frame}"
 
 
 def place(call: Call, now: int, name: str, thread: str, queue: tuple[int, int]) -> str:

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_EVENTS = 1 << 16
 
+STACKS_NANOSECONDS = 1_000_000_000
+"""How often stacks are recorded at most when waits fail: thousands may time out together."""
+
 
 class _Threads(threading.local):
     """The number of the calling thread in the log; 0: not declared yet."""
@@ -80,6 +83,7 @@ class Recorder:
         self.names: dict[str, int] = {"": 0}
         self.failed = False
         self._dropped = 0
+        self._next_stacks = 0
         self._actors = itertools.count(1)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the rest
@@ -153,6 +157,20 @@ class Recorder:
                 self.drop()
             else:
                 self.queue.append((Tag.STACK, moment, native_id, name, stack))
+
+    def wait_failed(self, moment: int, thread: int, interrupted: bool) -> None:
+        """Records where the threads are while the one that waited in vain still holds its locks.
+
+        Args:
+            moment: when its wait ended.
+            thread: its number.
+            interrupted: whether Ctrl-C ended it.
+        """
+        if interrupted:
+            self.queue.append((Tag.INTERRUPTED, moment, thread))
+        if moment >= self._next_stacks:
+            self._next_stacks = moment + STACKS_NANOSECONDS
+            self.record_stacks()
 
     def in_child(self) -> Recorder | None:
         """As :class:`~zmqgrad.transport.tap.Recorder`: the child gets a log of its own."""

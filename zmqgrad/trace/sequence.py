@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from zmqgrad.errors import TraceError
+from zmqgrad.trace.contexts import Context, Contexts, Pass
 from zmqgrad.trace.cycles import COLLECTIVES
-from zmqgrad.trace.events import GroupExecuted, PassFinished, PassStarted, RendezvousStep
+from zmqgrad.trace.events import RendezvousStep
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.kinds import ONE_WAY, REPEATED, is_store
 from zmqgrad.trace.labels import actor_label, ends, id_label
-from zmqgrad.trace.model import Actor, Call, Message, Stamped
+from zmqgrad.trace.model import Call, Message
 from zmqgrad.trace.tail import recorded
 from zmqgrad.trace.waits import may_be_answered
 from zmqgrad.wire.ids import show_id
@@ -70,20 +71,46 @@ def call_diagram(job: Job, message_id: int | None = None, worker: str | None = N
     return _diagram(title, (step for call in chosen for step in _call_steps(call)))
 
 
-def context_diagram(job: Job, context: int) -> Diagram:
-    """The messages and backward passes of one distributed autograd context.
+def context_diagram(job: Job, number: int | None = None) -> Diagram:
+    """The messages and backward passes of one distributed autograd context, and which sends went unused.
+
+    Args:
+        number: which context; None: the last one with a backward pass.
 
     Raises:
         TraceError: if the trace does not have it.
     """
-    lines = recorded(job.messages())
-    steps = [_message_step(line.message) for line in lines if line.message.context == context]
+    contexts = Contexts()
     for stamped in job.events():
-        if getattr(stamped.event, "context", None) == context and stamped.actor is not None:
-            steps += _pass_steps(stamped, stamped.actor)
-    if not steps:
-        raise TraceError(f"the trace has nothing of autograd context {show_id(context)}")
-    return _diagram(f"autograd context {show_id(context)}", steps)
+        contexts.add(stamped)
+    found = contexts.all
+    if not found:
+        raise TraceError(f"{job.directory} has no autograd contexts: the job used no autograd.context()")
+    if number is None:
+        number = next((each for each in reversed(found) if found[each].passes), next(reversed(found)))
+    context = found.get(number)
+    if context is None:
+        raise TraceError(f"{job.directory} has no autograd context {show_id(number)}; --list shows all")
+    unused = {send.id for send in context.unused()}
+    sends = {(send.message_id, send.is_reply): send for send in context.sends.values()}
+    steps = []
+    for line in recorded(job.messages()):
+        if line.message.context == number:
+            step = _message_step(line.message)
+            send = sends.get((line.message.message_id, step.reply))
+            if send is not None:
+                step.text += f", send {show_id(send.id)}{' (unused)' * (send.id in unused)}"
+            steps.append(step)
+    for each in context.passes.values():
+        steps += _pass_steps(each, context)
+    count = f"{len(context.workers)} workers, {len(sends)} sends"
+    names = [
+        f"{show_id(n)} ({'result' if s.is_reply else 'arguments'} of {contexts.functions.get(s.message_id)})"
+        for n, s in context.sends.items()
+        if n in unused
+    ]
+    more = f", {len(unused)} unused: {', '.join(names)}" if unused else ""
+    return _diagram(f"autograd context {show_id(number)}: {count}{more}", steps)
 
 
 def round_diagram(job: Job, number: int) -> Diagram:
@@ -195,16 +222,21 @@ def _message_step(message: Message) -> Step:
     return Step(message.time, *ends(message), f"{text} #{id_label(message)}", message.transfer, reply, failed)
 
 
-def _pass_steps(stamped: Stamped, actor: Actor) -> Iterable[Step]:
-    time, event, lane = stamped.time, stamped.event, actor_label(actor)
-    if isinstance(event, PassStarted):
-        yield Step(time, lane, "", "backward pass begins")
-    elif isinstance(event, PassFinished):
-        yield Step(time, lane, "", "backward pass ends", failed=event.failed)
-    elif isinstance(event, GroupExecuted):
-        whose = f"send {', '.join(map(str, event.sends))}" if event.sends else "the roots"
-        text = f"ran group of {whose}, {len(event.recvs)} gradients out"
-        yield Step(time, lane, "", text, event.nanoseconds)
+def _pass_steps(each: Pass, context: Context) -> Iterable[Step]:
+    name, sends = f"backward pass {show_id(each.id)}", context.sends
+    if each.actor is not None:
+        lane = each.actor.name
+        yield Step(each.began, lane, "", f"{name} begins")
+        if each.ended is not None:
+            yield Step(each.ended, lane, "", f"{name} ends", each.ended - each.began, failed=each.failed)
+    groups = [group for group in context.groups if group.pass_id == each.id]
+    for order, group in enumerate(sorted(groups, key=lambda g: g.began), 1):
+        causes = ", ".join(f"send {show_id(n)}" for n in group.sends) or "roots"
+        targets = ", ".join(
+            f"send {show_id(n)} of {sends[n].actor.name if n in sends else 'unknown'}" for n in group.recvs
+        )
+        text = f"ran group {order}: {causes} -> {targets or 'leaves'}"
+        yield Step(group.began, group.actor.name, "", text, group.nanoseconds)
 
 
 def _diagram(title: str, steps: Iterable[Step]) -> Diagram:

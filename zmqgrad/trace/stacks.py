@@ -25,7 +25,8 @@ MAX_THREADS = 200
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)\n((?:    .*)?)', re.MULTILINE)
 _WAITS = re.compile(r"\bwith\b|acquire|wait|\.get\(|join|recv|select|poll|lock", re.IGNORECASE)
 _PYTHON = ("/threading.py", "/queue.py", "<frozen runpy>")
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""The directory of this package."""
 
 
 def request_stacks(directory: Path | str) -> None:
@@ -89,11 +90,18 @@ def is_blocked(stack: str) -> bool:
     return bool(_WAITS.search(innermost_frame.partition("\n")[2]))
 
 
-def innermost(stack: str, count: int = 3) -> list[str]:
+def innermost(stack: str, count: int = 3, library: str = "") -> list[str]:
     """The innermost frames of a stack as ``file:line in function: code``, the innermost first.
 
     Frames of the program tell more than how this library or the interpreter waits, which are left out.
+
+    Args:
+        library: the directory of this package where the stack was recorded; empty: as here.
     """
-    frames = [(m[1], f"{m[1]}:{m[2]} in {m[3]}: {m[4].strip()}") for m in _FRAME.finditer(stack)]
-    program = [text for file, text in frames if not file.startswith(_OWN) and not file.endswith(_PYTHON)]
+    own = library or LIBRARY
+    here = os.getcwd() + os.sep
+    frames = [
+        (m[1], f"{m[1].removeprefix(here)}:{m[2]} in {m[3]}: {m[4].strip()}") for m in _FRAME.finditer(stack)
+    ]
+    program = [text for file, text in frames if not file.startswith(own) and not file.endswith(_PYTHON)]
     return (program or [text for _, text in frames])[: -count - 1 : -1]

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from zmqgrad.trace.events import MessageReceived, MessageSent, PeerDeclared
-from zmqgrad.trace.kinds import REPEATED
+from zmqgrad.trace.kinds import REPEATED, is_store
 from zmqgrad.trace.labels import ends
 from zmqgrad.trace.model import Entry, Message
 from zmqgrad.trace.pairing import Open, Pairing, note_peer
@@ -31,7 +31,8 @@ class Filter(msgspec.Struct, frozen=True):
     Functions and types without wildcards match what contains them, but a type's full name only that type.
 
     A message matches if it has one of ``types``, none of ``without``, one of ``functions`` and ``contexts``,
-    one of its ends is in ``workers``, and the other one in ``peers``.
+    one of its ends is in ``workers``, and the other one in ``peers``. Messages of stores need ``stores`` or
+    ``types``.
     """
 
     types: Sequence[str] = ()
@@ -40,10 +41,13 @@ class Filter(msgspec.Struct, frozen=True):
     contexts: Sequence[int] = ()
     workers: Sequence[str] = ()
     peers: Sequence[str] = ()
+    stores: bool = False
 
     def matches(self, message: Message) -> bool:
         """Whether ``message`` is shown."""
         if self.contexts and message.context not in self.contexts:
+            return False
+        if is_store(message.kind) and not (self.stores or self.types):
             return False
         kind = message.type
         return (

@@ -33,6 +33,7 @@ from zmqgrad.trace.events import (
 )
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.kinds import PROGRAM_CALLS, is_store
+from zmqgrad.trace.labels import worker_label
 from zmqgrad.trace.model import Actor, Call, Message, Process, Stamped
 from zmqgrad.wire.messages import MessageType
 
@@ -47,10 +48,11 @@ UNFINISHED = "unfinished"
 
 
 class Timeline:
-    """The events of ``job``, whose earliest moment is time 0."""
+    """The events of ``job``, whose earliest moment is time 0; ``stores``: also the messages of stores."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, stores: bool = False) -> None:
         self.job = job
+        self._stores = stores
         self.start, _ = job.span()
         """The time of the job at which the timeline begins."""
         self.pids = _numbers(job)
@@ -150,6 +152,8 @@ class Timeline:
 
     def _message_marks(self) -> Iterator[Event]:
         for message in self.job.messages():
+            if is_store(message.kind) and not self._stores:
+                continue
             for verb, actor, time, thread in (
                 ("send", message.source, message.sent, message.sender_thread),
                 ("receive", message.target, message.received, message.receiver_thread),
@@ -188,7 +192,8 @@ class Timeline:
         # Twice the time, plus one where a request begins to wait. Calls come in the order of their replies.
         queues: dict[int, tuple[Actor, array[int]]] = {}
         for call in self.job.calls():
-            yield from self._call(call)
+            if self._stores or not is_store(call.request.kind):
+                yield from self._call(call)
             target, received, started = call.request.target, call.request.received, call.started
             if target is not None and received is not None and started is not None:
                 changes = queues.setdefault(id(target), (target, array("q")))[1]
@@ -205,7 +210,8 @@ class Timeline:
         name, key = (not is_query and call.function) or request.type, flow_id(request)
         if request.source is not None and request.sent is not None and expects_reply(call):
             replied = reply.received if reply is not None else None
-            fields: dict[str, Any] = {"to": _name(request.target, request.peer), "arguments": call.arguments}
+            to = worker_label(request.target, request.peer)
+            fields: dict[str, Any] = {"to": to, "arguments": call.arguments}
             fields.update({"failed": True} if call.failed else {})
             yield from self._interval(
                 "call", f"call {name}", request.source, key, request.sent, replied, _fields(request, fields)
@@ -216,7 +222,7 @@ class Timeline:
             yield from self._interval(
                 "queue", f"queued {name}", request.target, key ^ 1, request.received, call.started, {}
             )
-        fields = {"from": _name(request.source, request.peer), "failed": call.failed}
+        fields = {"from": worker_label(request.source, request.peer), "failed": call.failed}
         yield self.slice(
             "serve", name, request.target, call.thread, call.started, call.finished, _fields(request, fields)
         )
@@ -232,7 +238,7 @@ class _Threads:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._names = {actor.rank: actor.name for actor in timeline.job.workers()}
+        self._workers = {actor.rank: actor for actor in timeline.job.workers()}
         self._open: dict[tuple[object, ...], tuple[int, Actor, int, str, dict[str, Any]]] = {}
 
     def run(self, events: Iterator[Stamped]) -> Iterator[Event]:
@@ -241,8 +247,8 @@ class _Threads:
             if actor is None or event.__class__ not in _OF_THREADS:
                 continue
             if isinstance(event, WaitBegun):
-                own = event.peer == actor.rank
-                name = "wait for the backward pass" if own else f"wait for {self._name(event.peer)}"
+                peer = worker_label(self._workers.get(event.peer), event.peer)
+                name = f"wait for {'the backward pass' if event.peer == actor.rank else peer}"
                 args = {"request": event.message_id}
                 self._begin("wait", event.message_id, time, actor, event.thread, name, args)
             elif isinstance(event, WaitEnded):
@@ -272,9 +278,6 @@ class _Threads:
                 )
         for (category, *_), (begin, actor, thread, name, args) in self._open.items():
             yield self._timeline.slice(str(category), name, actor, thread, begin, None, args)
-
-    def _name(self, rank: int) -> str:
-        return self._names.get(rank, f"worker {rank}")
 
     def _begin(
         self, category: str, key: int, time: int, actor: Actor, thread: int, name: str, args: dict[str, Any]
@@ -346,10 +349,6 @@ def _numbers(job: Job) -> dict[int, int]:
             pid += MAX_PID
         numbers[id(process)] = pid
     return numbers
-
-
-def _name(actor: Actor | None, rank: int) -> str:
-    return actor.name or actor.role.name.lower() if actor is not None else f"worker {rank}"
 
 
 def _meta(kind: str, pid: int, tid: int = 0, **args: Any) -> Event:

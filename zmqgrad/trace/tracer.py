@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -161,6 +162,8 @@ class Tracer:
     def wait_ended(self, peer: int, message_id: int, failed: bool) -> None:
         key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
         begun, ended = self._active.waits.pop(key, None), now()
+        if failed:
+            self._recorder.wait_failed(ended, key[0], isinstance(sys.exc_info()[1], KeyboardInterrupt))
         if begun is None:  # as above
             self._append((_WAIT_ENDED, ended, *key, failed))
         elif failed or ended - begun >= SHORT_WAIT_NANOSECONDS:

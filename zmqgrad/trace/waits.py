@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
-from zmqgrad.trace.events import Event, PassStarted, Role, StackDumped, WaitBegun, WaitEnded
+from zmqgrad.trace.events import Event, Interrupted, PassStarted, Role, StackDumped, WaitBegun, WaitEnded
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.kinds import BACKWARD, ONE_WAY, REPEATED
 from zmqgrad.trace.model import Actor, Call, Process, Stamped
@@ -77,6 +77,17 @@ class Waits(msgspec.Struct, eq=False):
     """Those that each process recorded last."""
     passes: dict[tuple[Actor, int], int]
     """The context of each backward pass that waits."""
+    interrupted: int | None = None
+    """When Ctrl-C ended the first wait."""
+
+    def was_interrupted(self, wait: Wait) -> bool:
+        """Whether ``wait`` lasted until the job was interrupted."""
+        return self.interrupted is not None and wait.failed and (wait.until or 0) >= self.interrupted
+
+    def until(self, wait: Wait) -> int:
+        """The time at which ``wait`` is looked at: its end, but before an interrupt has changed anything."""
+        end = self.now if wait.until is None else wait.until
+        return end if self.interrupted is None else min(end, self.interrupted)
 
     def stuck(self) -> list[Wait]:
         """The waits that have not ended or have failed."""
@@ -197,6 +208,8 @@ def _read_events(job: Job, on_event: Callable[[Stamped], None] | None) -> Waits:
             if stacks and stacks[0].time != event.time:
                 stacks.clear()
             stacks.append(event)
+        if isinstance(event, Interrupted) and found.interrupted is None:
+            found.interrupted = time
         if actor is None:
             continue
         if isinstance(event, PassStarted):

@@ -89,6 +89,7 @@ class Writer:
             recorder.job,
             " ".join(sys.argv)[:MAX_NAME_CHARACTERS],
             os.getppid(),
+            stacks.LIBRARY,
         )
         try:
             write_all(fd, log.header(info))

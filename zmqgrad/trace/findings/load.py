@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from array import array
 from collections import Counter, defaultdict
 from typing import TypeVar
@@ -51,6 +52,8 @@ class Load:
 
     def __init__(self, nested: NestedWaits) -> None:
         self._nested = nested
+        self.until = math.inf
+        """Failures after this time are no fault: the job was interrupted."""
         self.limits: dict[Actor, int] = {}
         """How many threads of the pool may work, as the worker recorded."""
         self.busy: defaultdict[tuple[Actor, str], int] = defaultdict(int)
@@ -73,7 +76,8 @@ class Load:
         request, function = call.request, tidy(call.function)
         target, received = request.target, request.received
         self.calls[function] += 1
-        if call.has_failed:
+        # Without a reply, the caller gave it up.
+        if call.has_failed and call.reply is not None and (call.finished or 0) < self.until:
             self.failed[function].append(call)
         if call.duration is not None:
             _keep_longest(self.slowest, function or request.type, call.duration, call)

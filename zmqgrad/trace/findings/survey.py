@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from zmqgrad.trace.events import Usage
+from zmqgrad.trace.events import Interrupted, Usage
 from zmqgrad.trace.findings.calls import failing_calls, slow_calls
 from zmqgrad.trace.findings.finding import Finding, Severity
 from zmqgrad.trace.findings.hangs import deadlocks, long_waits, longest_waits, unanswered_calls
@@ -37,6 +37,8 @@ class Survey:
         self._nested.add(stamped)
         if isinstance(stamped.event, Usage) and stamped.actor is not None:
             self._load.limits[stamped.actor] = stamped.event.working_limit
+        elif isinstance(stamped.event, Interrupted):
+            self._load.until = min(self._load.until, stamped.time)
 
     def _add(self, call: Call) -> None:
         if call.request.kind in PROGRAM_CALLS:
@@ -49,10 +51,10 @@ class Survey:
             notes: also what is no fault: the slowest calls, the longest waits, workers that still run.
         """
         job, waits, load = self._job, self.waits, self._load
+        hangs = [*deadlocks(waits), *long_waits(waits)]
         found = [
-            *deadlocks(waits),
-            *long_waits(waits),
-            *unanswered_calls(waits, is_live=job.cut < math.inf),
+            *hangs,
+            *unanswered_calls(waits, hangs, is_live=job.cut < math.inf),
             *failing_calls(load),
             *cut_logs(job, self._missed),
             *lost_workers(job, self._missed),

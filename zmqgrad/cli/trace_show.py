@@ -1,4 +1,4 @@
-"""``zmqgrad trace sequence``: a call, an autograd context or a rendezvous round as a sequence diagram."""
+"""``zmqgrad trace show``: a call, an autograd context or a rendezvous round as a sequence diagram."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from zmqgrad.cli.trace_output import (
     duration,
     note,
     open_job,
+    print_table,
     printable,
 )
 from zmqgrad.errors import TraceError
+from zmqgrad.trace.contexts import Contexts
 from zmqgrad.trace.drawing import as_mermaid, as_svg, as_text
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.sequence import Diagram, call_diagram, context_diagram, round_diagram
-from zmqgrad.wire.ids import parse_id
+from zmqgrad.wire.ids import parse_id, show_id
+
+_DEFAULT = -1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``zmqgrad trace sequence``."""
+    """Declare the arguments of ``zmqgrad trace show``."""
     add_job_arguments(parser)
     add_part_arguments(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--call",
-        type=parse_id,
-        metavar="ID",
-        help="the call whose request has this id, as 0.7 (default: stuck longest, or else the slowest)",
-    )
-    what.add_argument("--context", type=parse_id, metavar="ID", help="a distributed autograd context")
+    for name, meaning in (
+        ("--call", "a call, by the id of its request, as 0.7 (default: stuck longest, or else the slowest)"),
+        ("--context", "a distributed autograd context (default: the last one with a backward pass)"),
+    ):
+        what.add_argument(name, type=_id, nargs="?", const=_DEFAULT, metavar="ID", help=meaning)
     what.add_argument("--round", type=int, metavar="N", help="a round of the elastic rendezvous")
+    what.add_argument("--list", action="store_true", help="list the autograd contexts")
     parser.add_argument("--worker", metavar="NAME", help="the worker that made the call")
     parser.add_argument(
         "--limit", type=count, default=200, metavar="N", help="steps shown (default: %(default)s; 0: all)"
@@ -44,12 +47,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--mermaid", action="store_true", help="print Mermaid text")
     form.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture")
-    form.add_argument("--json", action="store_true", help="print one JSON object; times in nanoseconds")
+    form.add_argument("--json", action="store_true", help="print JSON; times in nanoseconds")
+
+
+def _id(text: str) -> int:
+    try:
+        return parse_id(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text} is no id such as 0.7; a directory comes first") from e
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print or write the diagram."""
-    diagram = _choose(open_job(arguments), arguments)
+    job = open_job(arguments)
+    if arguments.list:
+        _list(job, arguments.json)
+        return 0
+    diagram = _choose(job, arguments)
     left_out = len(diagram.steps) - arguments.limit if arguments.limit else 0
     if left_out > 0:
         del diagram.steps[arguments.limit :]
@@ -68,10 +82,34 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _choose(job: Job, arguments: argparse.Namespace) -> Diagram:
     if arguments.context is not None:
-        return context_diagram(job, arguments.context)
+        return context_diagram(job, None if arguments.context == _DEFAULT else arguments.context)
     if arguments.round is not None:
         return round_diagram(job, arguments.round)
-    return call_diagram(job, arguments.call, arguments.worker)
+    return call_diagram(job, None if arguments.call == _DEFAULT else arguments.call, arguments.worker)
+
+
+def _list(job: Job, as_json: bool) -> None:
+    contexts = Contexts()
+    for stamped in job.events():
+        contexts.add(stamped)
+    rows = [
+        {
+            "context": show_id(each.number),
+            "workers": len(each.workers),
+            "sends": len(each.sends),
+            "unused": len(each.unused()),
+            "passes": len(each.passes),
+            "backward": sum(p.ended - p.began for p in each.passes.values() if p.ended is not None),
+        }
+        for each in contexts.all.values()
+    ]
+    if as_json:
+        print(msgspec.json.encode(rows).decode())
+    elif rows:
+        shown = [{**row, "backward": duration(row["backward"])} for row in rows]  # type: ignore[arg-type]
+        print_table(list(rows[0]), [list(map(str, row.values())) for row in shown])
+    else:
+        note(f"{job.directory} has no autograd contexts: the job used no autograd.context()")
 
 
 def _write(path: Path, text: str) -> None:
