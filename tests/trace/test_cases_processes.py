@@ -143,20 +143,36 @@ def test_the_straggler_is_found(tmp_path: Path) -> None:
     found = findings(tmp_path)
     assert found["straggler"].workers == ("worker2",)
     assert found["straggler"].evidence["function"] == "__main__:forward"
-    assert not {"deadlock", "hot worker", "unused sends"} & found.keys()
+    assert not {"deadlock", "hot worker", "unused result"} & found.keys()
 
 
 def test_the_hot_server_is_found(tmp_path: Path) -> None:
     run(tmp_path, "hot_server.py", 5)
     found = findings(tmp_path)
     assert found["hot worker"].workers == ("worker0",)
-    assert not {"deadlock", "straggler", "unused sends"} & found.keys()
+    assert not {"deadlock", "straggler", "unused result"} & found.keys()
 
 
 @pytest.mark.parametrize("mode", ["auto", "fast"])
 def test_the_unused_send_is_found(tmp_path: Path, mode: str) -> None:
     printed = run(tmp_path, "unused_send.py", 3, mode)
     assert ("cannot finish in FAST mode" in printed) == (mode == "fast")
-    finding = findings(tmp_path)["unused sends"]
-    assert "__main__:mean (its arguments) from worker1 to worker 2" in finding.detail
+    finding = findings(tmp_path)["unused result"]
+    assert finding.title == "The loss does not use what __main__:mean returned (1 of 1 call)"
+    assert "worker1 calls worker2 (1): no gradient came back" in finding.detail
     assert finding.evidence["failed"] == (mode == "fast")
+
+
+@pytest.mark.parametrize(
+    ("part", "title"),
+    [
+        ((), "The loss does not use what __main__:penalty returned (10 of 10 calls)"),
+        (("part",), "The loss does not use tensor 2 of the 2 that __main__:encode returned (10 of 10 calls)"),
+    ],
+)
+def test_a_forgotten_term_of_the_loss_is_found(tmp_path: Path, part: tuple[str, ...], title: str) -> None:
+    run(tmp_path, "unused_result.py", 3, *part)
+    code, text = view(tmp_path, str(tmp_path))
+    assert (code, text.splitlines()[0]) == (0, f"WARNING: {title}")
+    assert "Is a term missing from the loss?" in " ".join(text.split())
+    assert text.count("WARNING") == 1

@@ -141,7 +141,8 @@ def test_workers_that_wait_for_each_other_are_a_deadlock(tmp_path: Path) -> None
 def test_sends_that_no_backward_pass_reaches_are_named(tmp_path: Path) -> None:
     a, b = workers(tmp_path, 2)
     for number in (1, 2):
-        call(a, b, number, number * MS)
+        request = (int(MessageType.FORWARD_AUTOGRAD_REQ), 1, number, 77, 1, 100, 0)
+        a.add(Tag.MESSAGE_SENT, number * MS, *request)
         a.add(Tag.SEND_RECORDED, number * MS, 77, 100 + number, 1, number, False)
     a.add(Tag.PASS_STARTED, 5 * MS, 77, 9)
     a.add(Tag.GROUP_EXECUTED, 6 * MS, 77, 9, 1000, (101,), ())
@@ -152,9 +153,9 @@ def test_sends_that_no_backward_pass_reaches_are_named(tmp_path: Path) -> None:
     a.write()
     report = Report(Job(tmp_path))
     unused = next(f for f in report.findings if "gradient" in f.title)
-    assert unused.title == "1 send got no gradient"
+    assert unused.title == "No gradient came back for the arguments of m:f (1 of 2 calls)"
     head, _ = unpack(report.packed())
-    (row,) = (f["row"] for f in head["findings"] if f["kind"] == "unused sends")
+    (row,) = (f["row"] for f in head["findings"] if f["kind"] == "unused arguments")
     assert report.messages.number[row] == 2
     assert [send[5] for send in head["contexts"][0]["sends"]] == [False, True]
 

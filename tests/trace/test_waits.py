@@ -242,11 +242,38 @@ def test_only_sends_that_no_pass_reached_are_unused(tmp_path: Path) -> None:
     a.add(Tag.PASS_FINISHED, 3 * SECOND, 1, 6, False)
     finish(a, b)
     (finding,) = find(Job(tmp_path))
-    assert (finding.kind, finding.workers, finding.evidence) == (
-        "unused sends",
-        ("w0",),
-        {"sends": 1, "contexts": 1, "failed": 0},
-    )
+    assert finding.kind == "unused arguments"
+    assert finding.evidence == {"sends": 1, "contexts": 1, "failed": 0}
+
+
+@pytest.mark.parametrize(
+    ("missing", "title"),
+    [
+        ([(0, 1), (0, 1)], "The loss does not use tensor 2 of the 2 that m:f returned (1 of 2 calls)"),
+        ([(1, 0), (0, 1)], ""),  # two passes, which together reach all
+        ([()], ""),
+        ([], "The loss does not use what m:f returned (1 of 2 calls)"),
+    ],
+)
+def test_a_result_that_the_loss_uses_in_part_is_told(
+    tmp_path: Path, missing: list[tuple[int, ...]], title: str
+) -> None:
+    a, b = workers(tmp_path, 2)
+    request, reply = int(MessageType.FORWARD_AUTOGRAD_REQ), int(MessageType.FORWARD_AUTOGRAD_RESP)
+    for number in (1, 2):
+        a.add(Tag.MESSAGE_SENT, SECOND, request, 1, number, 7, 1, 100, 0)
+        b.add(Tag.MESSAGE_RECEIVED, SECOND + MS, request, 0, number, 7, 1, 100, 0)
+        b.add(Tag.SEND_RECORDED, SECOND + 2 * MS, 7, 10 + number, 0, number, True)
+        b.add(Tag.MESSAGE_SENT, SECOND + 3 * MS, reply, 0, number, 7, 0, 100, 0)
+        a.add(Tag.MESSAGE_RECEIVED, SECOND + 4 * MS, reply, 1, number, 7, 0, 100, 0)
+    for i, each in enumerate([(), *missing]):
+        send, part = (12, ()) if i == 0 else (11, [(11, each)] if each else ())
+        a.add(Tag.PASS_STARTED, 2 * SECOND, 7, 20 + i)
+        b.add(Tag.GROUP_EXECUTED, 2 * SECOND, 7, 20 + i, MS, (send,), (), part)
+        a.add(Tag.PASS_FINISHED, 3 * SECOND, 7, 20 + i, False)
+    b.add(Tag.RENDEZVOUS, 4 * SECOND, 1, "later", 0, 0)
+    finish(a, b)
+    assert [f.title for f in find(Job(tmp_path))] == [title] * bool(title)
 
 
 def test_drops_damage_and_unknown_clocks_are_told(tmp_path: Path) -> None:

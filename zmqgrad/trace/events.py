@@ -259,12 +259,14 @@ class GroupExecuted(_OfPass, frozen=True, tag=17):
     """``actor`` ran the groups of a pass that the gradients of ``sends`` completed.
 
     It began at ``time`` and took ``nanoseconds``. ``sends`` are autograd ids, empty for the roots of the
-    pass; ``recvs`` are (autograd id, worker that the gradients go to).
+    pass; ``recvs`` are (autograd id, worker that the gradients go to). ``missing`` lists those of ``sends``
+    that got gradients in part: for each of their tensors, 1 if it got none.
     """
 
     nanoseconds: int
     sends: tuple[int, ...] = ()
     recvs: tuple[tuple[int, int], ...] = ()
+    missing: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class StepTaken(_OfContext, frozen=True, tag=28):

@@ -187,10 +187,17 @@ class Tracer:
         self._add(Tag.PASS_FINISHED, context, pass_id, failed)
 
     def group_executed(
-        self, began: int, context: int, pass_id: int, sends: Sequence[int], recvs: Sequence[tuple[int, int]]
+        self,
+        began: int,
+        context: int,
+        pass_id: int,
+        sends: Sequence[int],
+        recvs: Sequence[tuple[int, int]],
+        missing: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> None:
         thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
-        self._append((Tag.GROUP_EXECUTED, began, thread, self._actor, context, pass_id, took, sends, recvs))
+        row = (Tag.GROUP_EXECUTED, began, thread, self._actor, context, pass_id, took, sends, recvs, missing)
+        self._append(row)
 
     def step_taken(self, context: int, staleness: int, applied: bool) -> None:
         self._add(Tag.STEP_TAKEN, context, staleness, applied)

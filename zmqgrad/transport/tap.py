@@ -130,9 +130,19 @@ class Tracer(Protocol):
         """It is over on all workers."""
 
     def group_executed(
-        self, began: int, context: int, pass_id: int, sends: Sequence[int], recvs: Sequence[tuple[int, int]]
+        self,
+        began: int,
+        context: int,
+        pass_id: int,
+        sends: Sequence[int],
+        recvs: Sequence[tuple[int, int]],
+        missing: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> None:
-        """Groups of a pass ran from ``began`` (``monotonic_ns``) until now."""
+        """Groups of a pass ran from ``began`` (``monotonic_ns``) until now.
+
+        Args:
+            missing: of sends that got gradients in part: for each of their tensors, 1 if it got none.
+        """
 
     def step_taken(self, context: int, staleness: int, applied: bool) -> None:
         """An optimizer has stepped shared parameters here, or not, as the gradients were too old."""

@@ -89,6 +89,7 @@ class BackwardStep:
         # By worker, and whether the tensors had arrived in a reply, which matters with device maps.
         self._batches: dict[tuple[int, bool], Batch] = {}
         self._sent: list[tuple[int, tuple[int, ...]]] = []
+        self._missing: list[tuple[int, list[int]]] | None = None  # what a trace tells of sends
         self._effort = _Effort(participant.now)
 
     def carry_out(self, action: Callable[[], object]) -> None:
@@ -101,14 +102,15 @@ class BackwardStep:
         if tracer is None:
             self._carry_out(action)
             return
-        began = monotonic_ns()
+        began, self._missing = monotonic_ns(), []
         try:
             self._carry_out(action)
         finally:
             sends = [send for send in self._handled if send != ROOTS]
             recvs = [(recv, worker) for worker, requests in self._sent for recv in requests]
             if self._handled or recvs:
-                tracer.group_executed(began, self._pass.context.id, self._pass_id, sends, recvs)
+                context_id = self._pass.context.id
+                tracer.group_executed(began, context_id, self._pass_id, sends, recvs, self._missing)
 
     def _carry_out(self, action: Callable[[], object]) -> None:
         error: Exception | None = None
@@ -140,8 +142,10 @@ class BackwardStep:
         while arrivals := queue.take(count):
             if queue.needs_help():
                 self._participant.request_help(self._pass, self._pass_id, self._root, self._channel)
-            for send, _ in arrivals:
+            for send, gradients in arrivals:
                 self._handled.append(send)
+                if self._missing is not None and any([gradient is None for gradient in gradients]):
+                    self._missing.append((send, [int(gradient is None) for gradient in gradients]))
             self._pass.arrive(arrivals, self)
             before, spent = spent, self._effort.seconds()
             self._participant.note_effort((spent - before) / len(arrivals))

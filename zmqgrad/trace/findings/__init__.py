@@ -1,4 +1,4 @@
-"""What a person should look at first in a trace: deadlocks, stragglers, hot workers, unused sends.
+"""What a person should look at first in a trace: deadlocks, stragglers, hot workers, unused results.
 
 ``zmqgrad trace DIRECTORY`` prints them, and the report shows them first.
 Each module but ``survey``, which reads the job, finds one kind of fault and shows its evidence in numbers.

@@ -24,7 +24,7 @@ def failing_calls(load: Load) -> Iterator[Finding]:
         yield Finding(
             "failing calls",
             Severity.WARNING,
-            f"{function or failed[0].request.type} failed in {len(failed)} of {counted(count, 'call')}",
+            f"{function} failed in {len(failed)} of {counted(count, 'call')}",
             f"It raised an exception at {most_common(places)}. The caller has its text.",
             tuple(places),
             failed[0].request.sent,

@@ -73,21 +73,23 @@ class Load:
 
     def add(self, call: Call) -> None:
         """Adds ``call``, a call of the program."""
-        request, function = call.request, tidy(call.function)
+        request = call.request
+        function = tidy(call.function) or request.type
         target, received = request.target, request.received
         self.calls[function] += 1
         # Without a reply, the caller gave it up.
         if call.has_failed and call.reply is not None and (call.finished or 0) < self.until:
             self.failed[function].append(call)
         if call.duration is not None:
-            _keep_longest(self.slowest, function or request.type, call.duration, call)
+            _keep_longest(self.slowest, function, call.duration, call)
         ran = call.running
         if target is None or received is None or call.started is None or call.finished is None or ran is None:
             return
         queued = call.started - received
         waited = self._nested.between(target, call.thread, call.started, call.started + ran)
         self.busy[target, function] += call.finished - call.started
-        self.running[function][target].append(max(ran - waited, 0))
+        if call.function:  # what fetches of different values take cannot be compared
+            self.running[function][target].append(max(ran - waited, 0))
         self.queued[target].append(queued)
         first, last = self.span.get(target, (received, call.finished))
         self.span[target] = min(first, received), max(last, call.finished)

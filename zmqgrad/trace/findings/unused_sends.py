@@ -1,23 +1,27 @@
-"""Tensors that were sent in an autograd context, and got no gradient. Pure."""
+"""Tensors that were sent in an autograd context, and got no gradient: all of a message, or some. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
 
 from zmqgrad.trace.events import GroupExecuted, PassFinished, SendRecorded
 from zmqgrad.trace.findings.finding import Finding, Severity, counted, most_common
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.labels import show_time, size, tidy
+from zmqgrad.trace.labels import ends, size, tidy
 from zmqgrad.trace.model import Actor, Call, Stamped
+
+_Key = tuple[int, int, int]
+"""The context, the request and the caller of the call whose arguments or result were sent."""
 
 
 class Sends:
-    """The sends of all autograd contexts that got no gradient yet, and the backward passes that ended."""
+    """The sends of all autograd contexts that lack a gradient, and the backward passes that ended."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.open: dict[tuple[Actor, int], SendRecorded] = {}
+        self._open: dict[tuple[Actor, int], tuple[int, SendRecorded]] = {}
+        self._missing: dict[tuple[Actor, int], tuple[int, ...]] = {}
         self.ended: dict[int, tuple[int, PassFinished]] = {}
 
     def add(self, stamped: Stamped) -> None:
@@ -26,77 +30,107 @@ class Sends:
         if actor is None:
             return
         if isinstance(event, SendRecorded):
-            self.open[actor, event.autograd_id] = event
+            self._open[actor, event.autograd_id] = stamped.time, event
         elif isinstance(event, GroupExecuted):
+            missing = dict(event.missing)
             for send in event.sends:
-                self.open.pop((actor, send), None)
+                key = actor, send
+                now, before = missing.get(send, ()), self._missing.get(key)
+                left = now if before is None else tuple(a & b for a, b in zip(now, before, strict=False))
+                if any(left):
+                    self._missing[key] = left
+                else:  # another pass may have reached the rest
+                    self._open.pop(key, None)
+                    self._missing.pop(key, None)
         elif isinstance(event, PassFinished):
             self.ended[event.context] = stamped.time, event
 
-    def unused(self) -> list[tuple[Actor, SendRecorded]]:
-        """The sends that got no gradient in a context in which a backward pass has ended.
+    def unused(self) -> Iterator[tuple[Actor, SendRecorded, tuple[int, ...]]]:
+        """Yields the sends that lack gradients in a context in which a backward pass has ended.
 
-        A log that stops before that does not tell, nor does one that dropped events.
+        With which of their tensors got none; empty: all. A log that stops before that does not tell, nor does
+        one that dropped events.
         """
-        known = self._job.known_until
-        return [
-            (actor, send)
-            for (actor, _), send in self.open.items()
-            if send.context in self.ended and self.ended[send.context][0] <= known(actor.process)
-        ]
+        for (actor, number), (time, send) in self._open.items():
+            end, _ = self.ended.get(send.context, (0, None))
+            if time < end <= self._job.known_until(actor.process):
+                yield actor, send, self._missing.get((actor, number), ())
 
 
 def unused_sends(job: Job, sends: Sends) -> Iterator[Finding]:
-    """Sends without a gradient, with what they cost."""
-    unused, ended = sends.unused(), sends.ended
+    """Results that no loss uses, whole or in part, and arguments without a gradient; by function."""
+    unused = list(sends.unused())
     if not unused:
         return
-    calls = _calls_of(job, unused)
-    names = {key: tidy(call.function) for key, call in calls.items()}
-    pairs = Counter(
-        f"{names.get(_call_key(actor, send)) or 'a call'} "
-        + ("(its result)" if send.is_reply else "(its arguments)")
-        + f" from {actor.name} to worker {send.peer}"
-        for actor, send in unused
-    )
-    contexts = {send.context for _, send in unused}
-    sent = [
-        message
-        for actor, send in unused
-        if (call := calls.get(_call_key(actor, send))) is not None
-        and (message := call.reply if send.is_reply else call.request) is not None
-    ]
-    bytes_sent = sum(message.size for message in sent)
-    transfer = sum(m.transfer or 0 for m in sent)
-    failed = sum(ended[context][1].failed for context in contexts)
-    yield Finding(
-        "unused sends",
-        Severity.PROBLEM if failed else Severity.WARNING,
-        f"{counted(len(unused), 'send')} got no gradient",
-        f"Tensors that require grad were sent in {counted(len(contexts), 'context')} whose pass did not "
-        f"reach them"
-        + (f", {failed} of which failed" if failed else "")
-        + f": messages of {size(bytes_sent)}, {show_time(transfer)} in transfer. "
-        "Detach them, or do not send them: " + most_common(pairs),
-        tuple(sorted({actor.name for actor, _ in unused})),
-        evidence={"sends": len(unused), "contexts": len(contexts), "failed": failed},
-        message=next((calls[key].request.key for each in unused if (key := _call_key(*each)) in calls), None),
-    )
+    results: dict[_Key, tuple[int, ...]] = {}
+    arguments: set[_Key] = set()
+    for actor, send, missing in unused:
+        if send.is_reply:
+            results[send.context, send.message_id, send.peer] = missing
+        elif not missing:
+            arguments.add((send.context, send.message_id, actor.rank))
+    calls, totals = _calls_of(job, {*results, *arguments}, sends.ended)
+    found: defaultdict[tuple[str, bool, tuple[int, ...]], list[_Key]] = defaultdict(list)
+    for key, missing in results.items():
+        found[_function(calls.get(key)), True, missing].append(key)
+    for key in arguments - results.keys():
+        found[_function(calls.get(key)), False, ()].append(key)
+    for (function, is_result, missing), keys in found.items():
+        name = function or "a call"
+        share = (
+            f"{len(keys)} of {counted(totals[function], 'call')}" if function else counted(len(keys), "time")
+        )
+        which = _which(missing)
+        if is_result:
+            title = f"The loss does not use {which} {name} returned ({share})"
+            advice = (
+                "Is a term missing from the loss? If it is meant to be unused, detach it there, or call the "
+                "function outside of the context."
+            )
+        else:
+            title = f"No gradient came back for the arguments of {name} ({share})"
+            advice = (
+                "Does the function detach them, or compute without gradients? Then detach them at the caller."
+            )
+        known = [calls[key] for key in keys if key in calls]
+        messages = [m for call in known if (m := call.reply if is_result else call.request) is not None]
+        contexts = {context for context, *_ in keys}
+        failed = sum(sends.ended[context][1].failed for context in contexts)
+        pairs = Counter(" calls ".join(ends(call.request)) for call in known)
+        yield Finding(
+            "unused result" if is_result else "unused arguments",
+            Severity.PROBLEM if failed else Severity.WARNING,
+            title,
+            (f"{most_common(pairs)}: " if pairs else "")
+            + f"no gradient came back in {counted(len(contexts), 'context')} with a backward pass"
+            + (f", {failed} of which failed" if failed else "")
+            + f"; messages of {size(sum(m.size for m in messages))}. {advice}",
+            tuple(sorted({name for call in known for name in ends(call.request)})),
+            evidence={"sends": len(keys), "contexts": len(contexts), "failed": failed},
+            message=known[0].request.key if known else None,
+        )
 
 
-def _calls_of(job: Job, sends: Iterable[tuple[Actor, SendRecorded]]) -> dict[tuple[int, int, int], Call]:
-    """The calls that the sends belong to, by :func:`_call_key`."""
-    wanted = {_call_key(actor, send) for actor, send in sends}
-    found: dict[tuple[int, int, int], Call] = {}
+def _which(missing: tuple[int, ...]) -> str:
+    numbers = ", ".join(str(i) for i, each in enumerate(missing, 1) if each)
+    return f"tensor {numbers} of the {len(missing)} that" if missing else "what"
+
+
+def _calls_of(
+    job: Job, wanted: Collection[_Key], contexts: Collection[int]
+) -> tuple[dict[_Key, Call], Counter[str]]:
+    """The calls that are wanted, and how many there are in ``contexts``, by function."""
+    found: dict[_Key, Call] = {}
+    totals: Counter[str] = Counter()
     for call in job.calls():
         request = call.request
-        if request.context and request.source is not None:
-            key = (request.context, request.message_id, request.source.rank)
+        if request.context in contexts and request.source is not None and call.function:
+            totals[_function(call)] += 1
+            key = request.context, request.message_id, request.source.rank
             if key in wanted:
                 found[key] = call
-    return found
+    return found, totals
 
 
-def _call_key(actor: Actor, send: SendRecorded) -> tuple[int, int, int]:
-    """The context, the request and the caller of the call whose arguments or result were sent."""
-    return send.context, send.message_id, send.peer if send.is_reply else actor.rank
+def _function(call: Call | None) -> str:
+    return tidy(call.function) if call is not None else ""
