@@ -5,6 +5,7 @@ Each test fails with the name of what a torch release has changed.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -116,3 +117,20 @@ def test_disable_torch_function_disables_that_of_a_subclass() -> None:
     x = torch.ones(2).as_subclass(Refuses)
     with torch_internals.disable_torch_function():
         assert type(x.as_subclass(torch.Tensor)) is torch.Tensor
+
+
+def test_contents_are_those_of_a_storage_at_a_version() -> None:
+    table = torch.zeros(4, 3)
+    first = torch_internals.contents_of(table)
+    assert first is not None
+    assert first == torch_internals.contents_of(table.detach())
+    assert first[0] is table.untyped_storage()
+    assert first != torch_internals.contents_of(table[1:])
+    table.add_(1)
+    assert first != torch_internals.contents_of(table)
+    with torch.inference_mode():
+        assert torch_internals.contents_of(torch.zeros(3)) is None
+    assert torch_internals.contents_of(table.to_sparse()) is None
+    reference = weakref.ref(table.untyped_storage())
+    del table, first
+    assert reference() is None

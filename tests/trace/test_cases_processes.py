@@ -176,3 +176,14 @@ def test_a_forgotten_term_of_the_loss_is_found(tmp_path: Path, part: tuple[str, 
     assert (code, text.splitlines()[0]) == (0, f"WARNING: {title}")
     assert "Is a term missing from the loss?" in " ".join(text.split())
     assert text.count("WARNING") == 1
+
+
+def test_a_tensor_that_is_sent_again_and_again_is_found(tmp_path: Path) -> None:
+    run(tmp_path, "repeated_send.py", 2)
+    code, text = view(tmp_path, str(tmp_path))
+    assert (code, text.splitlines()[0]) == (
+        0,
+        "WARNING: worker0 sent the same 32.0 MiB 40 times, as arguments of __main__:score",
+    )
+    assert "Publish it (rpc.publish), or keep it" in " ".join(text.split())
+    assert text.count("WARNING") == 1

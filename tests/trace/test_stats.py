@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trace.test_job import SECOND, Writer, call, two
+from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
 from zmqgrad.__main__ import main
 from zmqgrad.cli import trace_output
 from zmqgrad.cli.trace_output import table
@@ -29,12 +29,28 @@ def test_calls_are_split_into_their_parts(tmp_path: Path) -> None:
     for rows, name in ((found.types, "CALL"), (found.pairs, "w0 > w1"), (found.functions, "m:f")):
         (row,) = [row for row in rows if row.name == name]
         assert (row.calls, row.failed, row.unanswered) == (100, 0, 0)
+        assert row.sending.max == 0, "what is small is not measured"
         medians = [part.p50 for part in (row.whole, row.transfer, row.queued, row.running)]
         assert medians == [about(45_000), about(20_000), about(5_000), about(20_000)]
         assert sum(filter(None, medians[1:])) == about(medians[0] or 0), "what follows the reply is no part"
         assert row.whole.max == 45_000
     assert [(row.name, row.messages) for row in found.functions] == [("m:f", 200)]
     assert [p.clock_bound for p in found.processes] == [0, 0]
+
+
+def test_what_sending_costs_is_no_part_of_the_transfer(tmp_path: Path) -> None:
+    a, b = Writer(tmp_path, 0, clock="boot"), Writer(tmp_path, 1, clock="boot")
+    a.knows(b)
+    b.knows(a)
+    a.add(Tag.SERIALIZED, 1_000, 1, 5, 300_000, False, ())
+    a.add(Tag.MESSAGE_SENT, SECOND, CALL, 1, 5, 0, 1, 1 << 20, 2, 900_000)
+    b.add(Tag.MESSAGE_RECEIVED, SECOND + 1_000_000, CALL, 0, 5, 0, 1, 1 << 20, 2)
+    b.add(Tag.MESSAGE_SENT, SECOND + 2_000_000, RESULT, 0, 5, 0, 0, 100, 0)
+    a.add(Tag.MESSAGE_RECEIVED, SECOND + 2_000_000, RESULT, 1, 5, 0, 0, 100, 0)
+    a.write()
+    b.write()
+    (row,) = statistics(Job(tmp_path)).functions
+    assert (row.sending.p50, row.transfer.p50) == (about(1_200_000), about(100_000))
 
 
 def test_failures_and_missing_replies_are_counted(tmp_path: Path) -> None:
@@ -152,7 +168,7 @@ def test_a_table_keeps_to_the_width_of_the_terminal(
     monkeypatch.setenv("COLUMNS", "60")
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    tables = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("transfer, queued"))]
+    tables = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("per call: "))]
     assert max(map(len, tables)) <= 60
     heads = [line for line in tables if line.startswith("function")]
     cells = [line for line in tables if line.startswith("m:f ")]

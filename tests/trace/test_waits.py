@@ -393,3 +393,31 @@ def test_a_hot_worker_has_its_pool_its_functions_and_the_time_that_calls_lose(tm
     assert "2 threads of its pool: busy" in finding.detail
     assert "m:f (100%)" in finding.detail
     assert "720.0 ms in all" in finding.detail
+
+
+@pytest.mark.parametrize("is_result", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "count", "title"),
+    [
+        (False, 5, "sent the same 32.0 MiB 5 times, as {} of m:f"),
+        (False, 4, ""),
+        (True, 20, ""),
+    ],
+)
+def test_large_contents_that_are_sent_again_are_a_finding(
+    tmp_path: Path, is_result: bool, changes: bool, count: int, title: str
+) -> None:
+    a, b = workers(tmp_path, 2)
+    sender, other = (b, a) if is_result else (a, b)
+    for i in range(count):
+        served(a, b, i + 1, SECOND + i * 10 * MS, MS)
+        contents = (3, 0, i if changes else 0, 32 << 20)
+        sender.add(Tag.SERIALIZED, SECOND + i * 10 * MS, other.rank, i + 1, MS, is_result, (contents,))
+    finish(a, b)
+    what = title.format("the result" if is_result else "arguments")
+    name = f"w{sender.rank}"
+    assert [f.title for f in find(Job(tmp_path))] == ([f"{name} {what}"] if title else [])
+    for finding in find(Job(tmp_path)):
+        assert finding.evidence["repeated_bytes"] == (count - 1) * 32 << 20
+    (slowest,) = [f for f in find(Job(tmp_path), notes=True) if f.kind == "slow call"]
+    assert "1.0 ms to serialize and copy" in slowest.detail

@@ -56,7 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
     for title, rows in (("function", found.functions), ("type", found.types), ("from > to", found.pairs)):
         rows = [row for row in rows if arguments.stores or not _is_of_store(row)]
         _print_rows(title, rows, arguments.top or len(rows))
-    print("\ntransfer, queued and running: medians; quantiles are within 1%")
+    print("\nper call: bytes. sending (by both ends), transfer, queued and running: medians, within 1%")
     if not arguments.stores and any(map(_is_of_store, found.types)):
         print("messages of stores are left out: --stores shows them")
     return 0
@@ -89,7 +89,8 @@ def _process_cells(row: ProcessRow) -> Sequence[str]:
 def _print_rows(title: str, rows: Sequence[Row], limit: int) -> None:
     if not rows:
         return
-    columns = f"{title},messages,bytes,calls,failed,open,p50,p90,p99,max,transfer,queued,running".split(",")
+    columns = f"{title},messages,bytes,calls,per call,failed,open,p50,p90,p99,max".split(",")
+    columns += ["sending", "transfer", "queued", "running"]
     print()
     print_table(columns, [_cells(row) for row in rows[:limit]])
     if len(rows) > limit:
@@ -97,9 +98,11 @@ def _print_rows(title: str, rows: Sequence[Row], limit: int) -> None:
 
 
 def _cells(row: Row) -> Sequence[str]:
-    counts = (str(row.calls), str(row.failed), str(row.unanswered)) if row.calls else ("-",) * 3
+    counts = ("-",) * 4
+    if row.calls:
+        counts = (str(row.calls), size(row.bytes / row.calls), str(row.failed), str(row.unanswered))
     whole = map(duration, (row.whole.p50, row.whole.p90, row.whole.p99, row.whole.max))
-    part = (_median(each) for each in (row.transfer, row.queued, row.running))
+    part = (_median(each) for each in (row.sending, row.transfer, row.queued, row.running))
     return (printable(row.name), str(row.messages), size(row.bytes), *counts, *whole, *part)
 
 

@@ -24,6 +24,7 @@ from zmqgrad.rpc.serialization.deserializer import deserialize_call, deserialize
 from zmqgrad.rpc.serialization.naming import find_function, method_of
 from zmqgrad.rpc.serialization.serializer import serialize
 from zmqgrad.rpc.server import Server
+from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import (
@@ -120,7 +121,10 @@ class Callee:
         if value.__class__ is DeferredResult:
             value = value.value()
         requester = self._membership.record(inbound.envelope.source)
+        began = monotonic_ns() if self._worker.hooks.tracer is not None else 0
         serialized = serialize(value, self._contexts.for_replies(requester), call.function)
+        if began:
+            serialized = serialized._replace(nanoseconds=monotonic_ns() - began)
         self._server.reply(inbound, Result(serialized.payload), serialized, call.function)
 
     def _created(self, created: Promise[Any], inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:

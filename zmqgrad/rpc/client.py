@@ -44,6 +44,7 @@ from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.wait_reports import WaitReporter, locate
 from zmqgrad.runtime.blocking import may_wait_for_others
+from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.runtime.collector import interrupts_library
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.service_thread import Alarm
@@ -132,8 +133,14 @@ class Client:
         peer = self._membership.find_here(to)
         if peer is None:
             peer, seconds = self.find_peer(to, seconds)
-        reference, serialized = serialize_call(function, args, kwargs, self._context_for(peer))
-        on_id = None if self._hooks.tracer is None else self.describer(reference, function, args, kwargs)
+        on_id = None
+        if self._hooks.tracer is None:
+            reference, serialized = serialize_call(function, args, kwargs, self._context_for(peer))
+        else:
+            began = monotonic_ns()
+            reference, serialized = serialize_call(function, args, kwargs, self._context_for(peer))
+            serialized = serialized._replace(nanoseconds=monotonic_ns() - began)
+            on_id = self.describer(reference, function, args, kwargs)
         return self.request_call(peer.id, reference, serialized, seconds, function, waits=waits, on_id=on_id)
 
     def describer(
@@ -300,6 +307,8 @@ class Client:
                 raise self._worker.loss_of(peer, describe(description))
             if on_id is not None:
                 on_id(call.message_id)
+            if self._hooks.tracer is not None:
+                serialized.tell(self._hooks.tracer, peer, call.message_id)
             number = port.number or reply_to
             self._mailbox.send(peer, message, call.message_id, serialized.frames, number, seconds)
             was_sent = True

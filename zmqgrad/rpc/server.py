@@ -239,6 +239,8 @@ class Server:
             port = envelope.channel
             if port and cancelled():  # no thread waits at the port any more; the receiver reads it instead
                 port = 0
+            if self._hooks.tracer is not None:
+                serialized.tell(self._hooks.tracer, source, envelope.message_id, is_reply=True)
             self._mailbox.send(source, message, envelope.message_id, serialized.frames, port)
         except BaseException:
             self._references.unfork_all(serialized.payload.forks)

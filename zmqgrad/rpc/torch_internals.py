@@ -39,6 +39,17 @@ def jagged_parts(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | Non
     return found.offsets(), found.lengths(), found._ragged_idx
 
 
+def contents_of(tensor: torch.Tensor) -> tuple[object, int, int, int] | None:
+    """The storage, the offset in it, the version and the size in bytes of what ``tensor`` shows.
+
+    While they are the same, so are the contents. None: changes of it are not counted.
+    """
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.is_inference():
+        return None
+    return tensor.untyped_storage(), int(tensor.storage_offset()), tensor._version, tensor.nbytes
+
+
 profiler_enabled_here: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler records the calling thread."""
 

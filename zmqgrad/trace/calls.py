@@ -11,6 +11,7 @@ from zmqgrad.trace.events import (
     RequestDescribed,
     RequestFinished,
     RequestStarted,
+    Serialized,
 )
 from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.model import Call, Entry, Message
@@ -50,6 +51,9 @@ class Assembly:
         elif isinstance(event, (RequestStarted, RequestFinished)):
             source = declared.incarnations.get((event.actor, event.peer), 0)
             return self._happened((source, event.message_id), entry)
+        elif isinstance(event, Serialized):
+            source = declared.incarnations.get((event.actor, event.peer), 0) if event.is_reply else 0
+            return self._happened((source or actor.incarnation, event.message_id), entry)
         elif isinstance(event, RequestDescribed):
             return self._happened((actor.incarnation, event.message_id), entry)
         return ()
@@ -98,5 +102,8 @@ def _apply(call: Call, entry: Entry) -> None:
         call.started, call.thread = max(time, call.request.received or time), event.thread
     elif isinstance(event, RequestFinished):
         call.finished, call.failed = max(time, call.started or time), event.failed
+    elif isinstance(event, Serialized):
+        call.serializing += event.nanoseconds
+        call.contents += [(event.is_reply, each) for each in event.contents]
     elif isinstance(event, RequestDescribed):
         call.function, call.arguments = call.function or event.function, event.arguments

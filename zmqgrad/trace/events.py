@@ -51,6 +51,7 @@ class Tag(enum.IntEnum):
     PUBLISHED = 29
     GROUP_CALLED = 30
     INTERRUPTED = 31
+    SERIALIZED = 32
 
 
 class Role(enum.IntEnum):
@@ -145,7 +146,11 @@ class MessageSent(MessageEvent, frozen=True, tag=6):
     Of store messages, ``peer`` is the id of the client's channel and ``message_id`` the number of the query
     on it, ``name`` the (first) key, and ``context``, at the server, identifies the connection: a reply there
     has it and no ``peer``. Of notifications, ``message_id`` is the revision.
+
+    ``nanoseconds``, of large messages, is what it took from ``time`` on to copy and send it.
     """
+
+    nanoseconds: int = 0
 
 
 class MessageReceived(MessageEvent, frozen=True, tag=7):
@@ -195,6 +200,18 @@ class RequestDescribed(Event, frozen=True, tag=10):
     message_id: int
     function: str
     arguments: str = ""
+
+
+class Serialized(_OfRequest, frozen=True, tag=32):
+    """The payload of request ``message_id`` to ``peer``, or of the reply to one of its requests, was made.
+
+    It began at ``time`` and took ``nanoseconds``. ``contents`` identifies the contents of each large tensor:
+    the number of its memory in this process, the offset and the version there, and the bytes.
+    """
+
+    nanoseconds: int
+    is_reply: bool
+    contents: tuple[tuple[int, int, int, int], ...] = ()
 
 
 class WaitBegun(_OfRequest, frozen=True, tag=11):
@@ -424,6 +441,7 @@ AnyEvent = (
     | Published
     | GroupCalled
     | Interrupted
+    | Serialized
 )
 """All events that the reader of a log yields."""
 

@@ -112,6 +112,8 @@ class Message(msgspec.Struct, eq=False):
     path: Path = Path.INLINE
     peer: int = 0
     """The rank of the other worker as the first event tells it; known even if that worker has no log."""
+    sending: int = 0
+    """The nanoseconds that its sender took to copy and send it; 0: it is small."""
     requester: int = 0
     """Who asked: the incarnation of a worker, or the channel of a store's client; 0: unknown."""
 
@@ -133,7 +135,9 @@ class Message(msgspec.Struct, eq=False):
     @property
     def transfer(self) -> int | None:
         """The nanoseconds from its send to its receive; None if one was not recorded."""
-        return None if self.sent is None or self.received is None else self.received - self.sent
+        if self.sent is None or self.received is None:
+            return None
+        return max(self.received - self.sent - self.sending, 0)
 
 
 class Call(msgspec.Struct, eq=False):
@@ -147,6 +151,15 @@ class Call(msgspec.Struct, eq=False):
     failed: bool = False
     function: str = ""
     arguments: str = ""
+    serializing: int = 0
+    """The nanoseconds that both ends took to serialize arguments and result."""
+    contents: list[tuple[bool, tuple[int, int, int, int]]] = []
+    """The contents of large tensors, as :class:`~zmqgrad.trace.events.Serialized` has them; of the result?"""
+
+    @property
+    def sending(self) -> int:
+        """The nanoseconds that both ends took to serialize, copy and send the call and its reply."""
+        return self.serializing + self.request.sending + (self.reply.sending if self.reply else 0)
 
     @property
     def is_complete(self) -> bool:

@@ -73,7 +73,7 @@ class Pairing:
         if message is not None:
             self._complete(message, time, actor, event, outgoing, names)
             return (message,)
-        message = ours[key] = _end_of(time, actor, event, outgoing, names)
+        message = ours[key] = _end_of(time, actor, event, names)
         if event.kind & REQUEST or actor.role is not Role.WORKER:
             message.requester = key[0]
         elif event.kind & RESPONSE:
@@ -110,7 +110,7 @@ class Pairing:
         """One publication has many receivers: each gives a message."""
         name = names.names.get(event.name, "")
         key = (event.kind, event.message_id, self._name_keys.setdefault(name, len(self._name_keys)))
-        message = _end_of(time, actor, event, outgoing, names)
+        message = _end_of(time, actor, event, names)
         if outgoing:
             self._published[key] = message
             if len(self._published) > MAX_OPEN:
@@ -130,6 +130,8 @@ class Pairing:
         if outgoing:
             message.source, message.sent, message.sender_thread = actor, time, event.thread
             message.peer, message.path = event.peer, event.path
+            assert isinstance(event, MessageSent)
+            message.sending = event.nanoseconds
         else:
             message.target, message.received, message.receiver_thread = actor, time, event.thread
         message.size = message.size or event.size
@@ -156,12 +158,13 @@ class Pairing:
         yield from self._received.values()
 
 
-def _end_of(time: int, actor: Actor, event: MessageEvent, outgoing: bool, names: Declared) -> Message:
+def _end_of(time: int, actor: Actor, event: MessageEvent, names: Declared) -> Message:
     name = names.names.get(event.name, "") if event.name else ""
     context = event.context if actor.role is Role.WORKER else 0
     common = (context, name, event.size, event.path, event.peer)
-    if outgoing:
-        return Message(event.kind, event.message_id, actor, None, time, None, event.thread, 0, *common)
+    if isinstance(event, MessageSent):
+        sent = (actor, None, time, None, event.thread, 0)
+        return Message(event.kind, event.message_id, *sent, *common, event.nanoseconds)
     return Message(event.kind, event.message_id, None, actor, None, time, 0, event.thread, *common)
 
 

@@ -88,6 +88,7 @@ class Recorder:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the rest
         self._open = 0  # actors that are not closed
+        self._memory: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self.measures: dict[int, weakref.WeakMethod[Callable[[], Usage]]] = {}  # by actor
         self._writer: Writer | None = None
         self._ending: Writer | None = None  # one that the last actor's thread ends, or has ended
@@ -202,6 +203,14 @@ class Recorder:
                 self.queue.append((Tag.NAME, now(), number, name[:MAX_NAME_CHARACTERS]))
                 self.names[name] = number  # only now: others may use the number at once
         return number
+
+    def number_of(self, thing: object) -> int:
+        """A number that ``thing`` has for as long as it exists, and nothing else before or after it."""
+        with self._lock:
+            number = self._memory.get(thing)
+            if number is None:
+                number = self._memory[thing] = next(self._numbers)
+            return number
 
     # ---- for the writer --------------------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ class Row(msgspec.Struct):
     """Calls without a recorded reply."""
     whole: Latency
     """From the send of the request to the arrival of the reply."""
+    sending: Latency
+    """Of that: serializing, copying and sending request and reply, at both ends; 0 of what is small."""
     transfer: Latency
     """Of that: request and reply on their way; a receiver that is busy makes it longer."""
     queued: Latency
@@ -81,7 +83,7 @@ class _Group:
 
     def __init__(self) -> None:
         self.messages = self.bytes = self.calls = self.failed = self.unanswered = 0
-        self.parts = (Sketch(), Sketch(), Sketch(), Sketch())
+        self.parts = tuple(Sketch() for _ in range(5))
 
     def add_message(self, message: Message) -> None:
         self.messages += 1
@@ -100,11 +102,11 @@ class _Group:
         return Row(name, *counts, *map(latency, self.parts))
 
 
-def parts(call: Call) -> tuple[int | None, int | None, int | None, int | None]:
-    """How long a call took as a whole, and of that: in transfer, in the queue, running (ns)."""
+def parts(call: Call) -> tuple[int | None, ...]:
+    """How long a call took as a whole, and of that: sending, in transfer, in the queue, running (ns)."""
     there, back = call.request.transfer, call.reply.transfer if call.reply is not None else None
     transfer = None if there is None or back is None else there + back
-    return call.duration, transfer, call.queued, call.running
+    return call.duration, call.sending, transfer, call.queued, call.running
 
 
 def is_lost(job: Job, message: Message) -> bool:

@@ -28,6 +28,7 @@ from zmqgrad.trace.events import (
     Published,
     RendezvousStep,
     Role,
+    Serialized,
     WaitBegun,
     WaitEnded,
 )
@@ -160,7 +161,8 @@ class Timeline:
             ):
                 if actor is not None and time is not None:
                     name = f"{verb} {message.type}"
-                    end = time + MESSAGE_NANOSECONDS
+                    copying = message.sending if verb == "send" else 0
+                    end = time + max(MESSAGE_NANOSECONDS, copying)
                     yield self.slice("message", name, actor, thread, time, end, _fields(message))
             source, target = message.source, message.target
             if source is None or target is None or message.sent is None or message.received is None:
@@ -264,6 +266,13 @@ class _Threads:
                 args = {"version": event.version, "bytes": event.bytes}
                 end, name = time + event.nanoseconds, f"publish {event.name}"
                 yield self._timeline.slice("publish", name, actor, event.thread, time, end, args)
+            elif isinstance(event, Serialized):
+                args = {"request": event.message_id, "bytes": sum(each[-1] for each in event.contents)}
+                end, name = (
+                    time + event.nanoseconds,
+                    f"serialize {'result' if event.is_reply else 'arguments'}",
+                )
+                yield self._timeline.slice("send", name, actor, event.thread, time, end, args)
             elif isinstance(event, GroupCalled):
                 yield from self._timeline.group_call(time, actor, event)
             elif isinstance(event, RendezvousStep):
@@ -315,6 +324,7 @@ _OF_THREADS = (
     GroupCalled,
     Published,
     RendezvousStep,
+    Serialized,
 )
 _REPLIED_TO = PROGRAM_CALLS | {MessageType.DISCOVER_AUTOGRAD_REQ}
 

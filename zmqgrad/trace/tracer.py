@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 SHORT_WAIT_NANOSECONDS = 1_000_000
 """A wait that ends within this time, and has not failed, is not recorded: its messages tell as much."""
 
+LARGE_BYTES = 1 << 16
+"""Of messages of this size and more, it is recorded what sending them took."""
+
 MAX_NAMES = 1 << 16
 """Names that a log declares; what comes later has none (the keys of a store may all differ)."""
 
@@ -113,8 +116,13 @@ class Tracer:
             known = self._names.get(text)
             number = self._recorder.declare_name(text) if known is None else known
         thread = self._threads.number or self._recorder.declare_thread()
-        tag = _SENT if outgoing else _RECEIVED
-        queue.append((tag, time, thread, self._actor, kind, peer, envelope[3], context, number, size, path))
+        row = (time, thread, self._actor, kind, peer, envelope[3], context, number, size, path)
+        if not outgoing:
+            queue.append((_RECEIVED, *row))
+        elif size < LARGE_BYTES:
+            queue.append((_SENT, *row))
+        else:
+            queue.append((_SENT, *row, now() - time))
         if context and outgoing and kind in _WITH_SEND and message.autograd_id:  # type: ignore[attr-defined]
             send = message.autograd_id  # type: ignore[attr-defined]
             is_reply = kind == _FORWARD_REPLY
@@ -154,6 +162,19 @@ class Tracer:
     ) -> None:
         shown = show_arguments(args or (), kwargs or {}) if self.records_arguments else ""
         self._add(Tag.REQUEST_DESCRIBED, message_id, function[:MAX_NAME_CHARACTERS], shown)
+
+    def serialized(
+        self,
+        nanoseconds: int,
+        peer: int,
+        message_id: int,
+        is_reply: bool,
+        contents: Sequence[tuple[object, int, int, int]],
+    ) -> None:
+        thread = self._threads.number or self._recorder.declare_thread()
+        numbers = [(self._recorder.number_of(storage), *rest) for storage, *rest in contents]
+        key = thread, self._actor, peer, message_id
+        self._append((Tag.SERIALIZED, now() - nanoseconds, *key, nanoseconds, is_reply, numbers))
 
     def wait_begun(self, peer: int, message_id: int) -> None:
         thread = self._threads.number or self._recorder.declare_thread()

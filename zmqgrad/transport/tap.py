@@ -108,6 +108,22 @@ class Tracer(Protocol):
     ) -> None:
         """A request that is sent next calls ``function``, which its message does not name."""
 
+    def serialized(
+        self,
+        nanoseconds: int,
+        peer: int,
+        message_id: int,
+        is_reply: bool,
+        contents: Sequence[tuple[object, int, int, int]],
+    ) -> None:
+        """The payload of a request to ``peer``, or of the reply to one of its requests, is ready to be sent.
+
+        Args:
+            nanoseconds: what that took; 0: not measured.
+            contents: of each large tensor: its storage, and the offset, the version and the size of what is
+                sent of it.
+        """
+
     def wait_begun(self, peer: int, message_id: int) -> None:
         """The calling thread waits for the reply to a request, or the end of a backward pass."""
 

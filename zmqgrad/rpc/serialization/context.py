@@ -7,9 +7,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from zmqgrad.rpc.torch_internals import contents_of
+from zmqgrad.transport.tap import Tracer
 from zmqgrad.wire.lazy_frame import Frame
 from zmqgrad.wire.messages import NONE_PAYLOAD, Payload
 from zmqgrad.wire.tensors import Devices
+
+MIN_TRACED_NANOSECONDS = 100_000
+"""What takes less to serialize is not worth an event of a trace."""
+
+LARGE_TENSOR_BYTES = 1 << 20
+"""Of tensors of this size and more, a trace tells whether their contents were sent before."""
 
 
 class References(Protocol):
@@ -57,11 +65,20 @@ class SerializedPayload(NamedTuple):
         payload: the part of the message header.
         frames: the frames that the payload refers to.
         tensors: the tensors that travel beside the pickle, in the order of their index.
+        nanoseconds: how long that took; 0: not measured, as no trace is recorded.
     """
 
     payload: Payload
     frames: Sequence[Frame]
     tensors: Sequence[torch.Tensor]
+    nanoseconds: int = 0
+
+    def tell(self, tracer: Tracer, peer: int, message_id: int, *, is_reply: bool = False) -> None:
+        """Tell ``tracer`` what it took to serialize this, which is sent next, and its large tensors."""
+        if self.frames or self.nanoseconds >= MIN_TRACED_NANOSECONDS:
+            found = [each for each in map(contents_of, self.tensors) if each is not None]
+            large = [each for each in found if each[-1] >= LARGE_TENSOR_BYTES]
+            tracer.serialized(self.nanoseconds, peer, message_id, is_reply, large)
 
 
 SERIALIZED_NONE = SerializedPayload(NONE_PAYLOAD, [], ())

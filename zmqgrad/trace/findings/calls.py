@@ -53,11 +53,13 @@ def slow_calls(load: Load) -> Iterator[Finding]:
 def _parts(call: Call) -> Iterator[str]:
     """Where the time of a call went."""
     request, reply = call.request, call.reply or Message(0, 0)
+    if call.sending:
+        yield f"{show_time(call.sending)} to serialize and copy"
     for begin, end, what in (
-        (request.sent, request.received, "to arrive"),
+        (0, request.transfer, "to arrive"),
         (request.received, call.started, "in the queue"),
         (call.started, None if call.running is None else (call.started or 0) + call.running, "running"),
-        (reply.sent, reply.received, "for the reply"),
+        (0, reply.transfer, "for the reply"),
     ):
         if begin is not None and end is not None:
             yield f"{show_time(end - begin)} {what}"

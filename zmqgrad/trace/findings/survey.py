@@ -11,6 +11,7 @@ from zmqgrad.trace.findings.hangs import deadlocks, long_waits, longest_waits, u
 from zmqgrad.trace.findings.hot_workers import hot_workers
 from zmqgrad.trace.findings.load import Load, NestedWaits
 from zmqgrad.trace.findings.logs import Missed, cut_logs, gaps, lost_workers, still_running
+from zmqgrad.trace.findings.repeated_sends import RepeatedSends
 from zmqgrad.trace.findings.stragglers import stragglers
 from zmqgrad.trace.findings.unused_sends import Sends, unused_sends
 from zmqgrad.trace.job import Job
@@ -29,6 +30,7 @@ class Survey:
     def __init__(self, job: Job, now: int | None = None) -> None:
         self._nested = NestedWaits()
         self._job, self._load, self._sends, self._missed = job, Load(self._nested), Sends(job), Missed(job)
+        self._repeated = RepeatedSends()
         self.waits = find_waits(job, now, on_event=self._add_event, on_call=self._add)
 
     def _add_event(self, stamped: Stamped) -> None:
@@ -43,6 +45,7 @@ class Survey:
     def _add(self, call: Call) -> None:
         if call.request.kind in PROGRAM_CALLS:
             self._load.add(call)
+            self._repeated.add(call)
 
     def findings(self, *, notes: bool = False) -> list[Finding]:
         """All findings, the most severe first.
@@ -59,6 +62,7 @@ class Survey:
             *cut_logs(job, self._missed),
             *lost_workers(job, self._missed),
             *unused_sends(job, self._sends),
+            *self._repeated.findings(),
             *stragglers(load),
             *hot_workers(load, job),
             *gaps(job),
