@@ -224,9 +224,46 @@ def test_the_first_failure_ends_all_and_is_reported(script: Path, how: str, code
     assert report.startswith(f"zmqgrad run: worker 1 failed first: {said}")
     assert report.endswith("zmqgrad run: workers 0 and 2 were ended by the launcher\n")
     if how == "raise":
-        assert "    Traceback (most recent call last):" in report
-        assert ", in inner\n" in report
-        assert "    ValueError: the reason\n" in report
+        assert report.startswith("zmqgrad run: worker 1 failed first: exit code 1: ValueError: the reason\n")
+        assert done.stderr.count("Traceback (most recent call last):") == 1
+        assert "[worker 1] ValueError: the reason\n" in done.stderr
+
+
+CALL_FAILS = """
+import os
+import zmqgrad.rpc as rpc
+def divide(a, b):
+    return a / b
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"worker{rank}")
+if rank == 0:
+    rpc.rpc_sync("worker1", divide, args=(1, 0))
+rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_is_printed_once_with_where_to_look(script: Path, tmp_path: Path) -> None:
+    script.write_text(CALL_FAILS)
+    logs, trace = tmp_path / "logs", tmp_path / "trace"
+    done = run("--nproc-per-node", 3, "--log-dir", logs, "--trace", trace, script)
+    report = done.stderr[done.stderr.index("zmqgrad run:") :].splitlines()
+    assert report[:3] == [
+        "zmqgrad run: worker 0 failed first: exit code 1: ZeroDivisionError: division by zero, on worker1",
+        f"    logs: {logs}",
+        f"    trace: zmqgrad trace {trace}",
+    ]
+    assert done.stderr.count("return a / b") == 1, "the log of the callee and the error of the caller"
+    assert "Traceback" in (logs / "worker-1.stderr.log").read_text()
+    assert (logs / "worker-0.stderr.log").read_text().count("return a / b") == 1
+    # The others lose worker 0, which is no second failure.
+    assert done.stderr.count("Traceback (most recent call last):") == 2
+
+
+def test_a_traced_job_says_what_to_type_next(script: Path, tmp_path: Path) -> None:
+    script.write_text("")
+    done = run("--nproc-per-node", 1, "--trace", tmp_path / "my trace", script)
+    assert done.stderr.endswith(f"zmqgrad run: trace: zmqgrad trace '{tmp_path}/my trace'\n")
 
 
 CATCH = """
@@ -277,8 +314,7 @@ def test_the_first_failure_determines_the_report(script: Path, others: str) -> N
     script.write_text(FAIL_BESIDE_RPC)
     done = run("--nproc-per-node", 2, script, others)
     report = done.stderr[done.stderr.index("zmqgrad run:") :]
-    assert report.startswith("zmqgrad run: worker 0 failed first: exit code 1")
-    assert "    ValueError: the reason\n" in report
+    assert report.startswith("zmqgrad run: worker 0 failed first: exit code 1: ValueError: the reason\n")
     assert report.endswith(("worker 1 was ended by the launcher\n", "worker 1 failed later: exit code 1\n"))
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zmqgrad import environment
 from zmqgrad.cli.colours import BLUE, CYAN, GREEN, MAGENTA, RED, YELLOW, wants_colour
 from zmqgrad.cli.run_options import add_arguments, to_command, to_config
+from zmqgrad.elastic.agent.agent import Tails
 from zmqgrad.elastic.agent.job import is_distributed, run_job, starts_script
+from zmqgrad.elastic.agent.lifecycle import Result
 from zmqgrad.elastic.agent.listening import write_all
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
@@ -52,8 +56,30 @@ def execute(arguments: argparse.Namespace) -> int:
     except OSError as error:
         _print_error(f"cannot start the workers: {error}")
         return EXIT_CANNOT_START
-    _print_error(*job_report(result, stderr_tail))
+    report = job_report(result, stderr_tail)
+    logs = output.log_dir or _keep_shortened(result, stderr_tail)
+    _print_error(*with_places(report, logs, inherited.get(environment.TRACE, "")))
     return result.exit_code
+
+
+def with_places(report: Sequence[str], logs: Path | None, trace: str) -> list[str]:
+    """The report of a job, with where its logs are, and what to type next if it was traced."""
+    places = [f"logs: {logs}"] if logs is not None and report else []
+    if trace:
+        places.append(f"trace: zmqgrad trace {shlex.quote(trace)}")
+    return [*report[:1], *(f"    {each}" if report else each for each in places), *report[1:]]
+
+
+def _keep_shortened(result: Result, tail: Tails) -> Path | None:
+    """Write what was left out of the output, which has no log, to a new directory."""
+    ranks = result.outcome.ended if result.outcome is not None else ()
+    shortened = [rank for rank in ranks if tail(rank).was_shortened]
+    if not shortened:
+        return None
+    directory = Path(tempfile.mkdtemp(prefix="worker-logs-"))
+    for rank in shortened:
+        (directory / f"worker-{rank}.stderr.log").write_text("\n".join(tail(rank).lines) + "\n")
+    return directory
 
 
 def tracing(directory: Path | None, config: LaunchConfig) -> dict[str, str]:

@@ -17,7 +17,7 @@ from zmqgrad.elastic.agent.lifecycle import Result
 from zmqgrad.elastic.agent.ranks import Placement
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import OutputConfig
-from zmqgrad.elastic.agent.workers import Worker
+from zmqgrad.elastic.agent.workers import Tail, Worker
 from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.errors import WorkerFailedError
 
@@ -69,7 +69,7 @@ class launch:
             return FunctionWorker(rank, context, (self._fn, args), environ, results[rank], streams)
 
         result, tails = run_job(config, start, environment.inherited(), output, _say, directory=directory)
-        _raise_for(result, "\n".join(job_report(result, tails)))
+        _raise_for(result, "\n".join(job_report(result, lambda rank: Tail(tails(rank).lines))))
         return {rank: read_result(path) for rank, path in results.items()}
 
 

@@ -75,7 +75,7 @@ def test_no_restart_left(job: Job) -> None:
     for node in nodes:
         assert node.text.count("failed (exit code 1), restart 1 of 1") == 1
         report = node.text[node.text.rindex("failed first: exit code 1") :]
-        assert "    ValueError: the reason\n" in report
+        assert "ValueError: the reason\n" in report
 
 
 def test_a_worker_that_is_killed_is_named(job: Job) -> None:

@@ -42,10 +42,10 @@ from zmqgrad.elastic.agent.report import last_traceback, quoted
 from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.elastic.agent.streams import OutputConfig
 from zmqgrad.elastic.agent.supervision import Outcome, SignalReceived, StopRequested
-from zmqgrad.elastic.agent.workers import Worker
+from zmqgrad.elastic.agent.workers import Tail, Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 
-Tails = Callable[[int], Sequence[str]]
+Tails = Callable[[int], Tail]
 """Returns the last stderr lines of a worker of the last group, by its rank."""
 
 
@@ -108,7 +108,7 @@ class _Agent:
         self._hold_until = math.inf
         self._lease_lost = False
         self._guard: LeaseGuard | None = None
-        self._tails: dict[int, list[str]] = {}
+        self._tails: dict[int, Tail] = {}
 
     def run(self) -> Result:
         """Run until the job ends."""
@@ -122,9 +122,9 @@ class _Agent:
             result = result or self._check_lease() or self._step() or self._check_hold()
         return result
 
-    def tail(self, rank: int) -> list[str]:
+    def tail(self, rank: int) -> Tail:
         """The last stderr lines of a worker of the last group."""
-        return self._tails.get(rank, [])
+        return self._tails.get(rank, Tail([]))
 
     def _timeout(self) -> float | None:
         deadline = self._hold_until if self._group is None else self._group.deadline
@@ -181,10 +181,11 @@ class _Agent:
             return []
         assert self._place is not None
         rank = outcome.first_failure.rank
-        tail = self._tails[rank]
-        if not last_traceback(tail):
-            tail += self._spec.error_lines(self._place.round, rank)
-        return quoted(tail)
+        lines = self._tails[rank].lines
+        more = () if last_traceback(lines) else self._spec.error_lines(self._place.round, rank)
+        if more:
+            self._tails[rank] = Tail([*lines, *more])
+        return quoted(self._tails[rank].lines)
 
     def _handle_all(self, events: Sequence[Event]) -> Result | None:
         for event in events:

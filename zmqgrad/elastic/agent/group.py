@@ -20,7 +20,7 @@ from zmqgrad.elastic.agent.supervision import (
     TimePassed,
     WorkerExited,
 )
-from zmqgrad.elastic.agent.workers import Worker
+from zmqgrad.elastic.agent.workers import Tail, Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 
 _ORPHAN_GRACE_SECONDS = 0.5
@@ -74,9 +74,9 @@ class WorkerGroup:
         """Whether the group is not being ended."""
         return self._supervisor.is_running
 
-    def tail(self, rank: int) -> list[str]:
+    def tail(self, rank: int) -> Tail:
         """The last lines that a worker wrote to stderr."""
-        return list(self._workers[rank].tail)
+        return self._workers[rank].end_of_stderr()
 
     def handle(self, events: Iterable[Event] = ()) -> Outcome | None:
         """Process ``events``, exits and the time. Returns the outcome if the group has ended."""
@@ -102,6 +102,8 @@ class WorkerGroup:
         for rank in sorted(self._running):
             if (code := self._workers[rank].poll()) is not None:
                 self._running.discard(rank)
+                if code:
+                    self._listener.shown.failed.add(rank)
                 self._listener.exited(self._workers[rank])
                 exits.append(WorkerExited(rank, code))
         return exits

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from zmqgrad.elastic.agent.output import Screen
 from zmqgrad.elastic.agent.streams import STDERR, Stream
+from zmqgrad.elastic.agent.tracebacks import Shown, Tracebacks
 from zmqgrad.elastic.agent.workers import Worker
 
 Ready = list[tuple[selectors.SelectorKey, int]]
@@ -35,10 +36,12 @@ class Listener:
 
     Attributes:
         output_closed: whether our own output has no reader any more.
+        shown: the tracebacks that were shown.
     """
 
     def __init__(self, screen: Screen, *others: HasFileno) -> None:
         self.output_closed = False
+        self.shown = Shown()
         self._screen = screen
         self._selector = selectors.DefaultSelector()
         for other in others:
@@ -46,6 +49,7 @@ class Listener:
 
     def add(self, worker: Worker) -> None:
         """Start listening to the streams and the exit of a worker."""
+        worker.tracebacks = Tracebacks(self.shown, worker.rank)
         for stream in worker.streams:
             self._selector.register(stream, selectors.EVENT_READ, _Source(worker, stream))
         if worker.sentinel is not None:
@@ -97,21 +101,34 @@ class Listener:
         self._guarded(self._screen.close)
 
     def _show(self, source: _Source, chunk: bytes) -> None:
-        stream = source.stream
+        worker, stream = source
         self._take_lines(source, stream.lines.feed(chunk))
-        if stream.live and stream.shown:
-            self._guarded(lambda: self._screen.live(stream.fd, stream.label, chunk))
+        if stream.live:
+            self._show_live(stream, worker.tracebacks.feed_live(chunk) if stream.fd == STDERR else chunk)
 
     def _finish(self, source: _Source) -> None:
-        self._take_lines(source, source.stream.lines.finish())
-        self._selector.unregister(source.stream)
+        worker, stream = source
+        self._take_lines(source, stream.lines.finish())
+        if stream.fd == STDERR and stream.live:
+            self._show_live(stream, worker.tracebacks.finish_live())
+        elif stream.fd == STDERR:
+            self._show_lines(stream, worker.tracebacks.finish())
+        self._selector.unregister(stream)
 
     def _take_lines(self, source: _Source, lines: list[bytes]) -> None:
         worker, stream = source
         if stream.fd == STDERR:
             worker.remember(lines)
-        if stream.shown and not stream.live:
+        if not stream.live:
+            self._show_lines(stream, worker.tracebacks.feed(lines) if stream.fd == STDERR else lines)
+
+    def _show_lines(self, stream: Stream, lines: list[bytes]) -> None:
+        if stream.shown:
             self._guarded(lambda: self._screen.lines(stream.fd, stream.label, lines))
+
+    def _show_live(self, stream: Stream, chunk: bytes) -> None:
+        if stream.shown and chunk:
+            self._guarded(lambda: self._screen.live(stream.fd, stream.label, chunk))
 
     def _guarded(self, write: Callable[[], None]) -> None:
         if self.output_closed:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Sequence
 
+from zmqgrad.elastic.agent.consequences import lost_peer
 from zmqgrad.elastic.agent.lifecycle import Result, signal_name
 from zmqgrad.elastic.agent.supervision import Outcome
+from zmqgrad.elastic.agent.workers import Tail
 
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -14,6 +17,9 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
 )
 _QUOTED_LINES = 12
+_MAX_SUMMARY = 300
+_ON_WORKER = re.compile(r"On WorkerInfo\(id=\d+, name=(.*?)\)")
+"""How the text of an exception of another worker begins, and the log of it there."""
 
 _HINTS = {
     signal.SIGKILL: "the system may have run out of memory",
@@ -23,7 +29,7 @@ _HINTS = {
 }
 
 
-def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
+def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Tail]) -> list[str]:
     """The lines of the final report, with quoted output indented. Empty on success.
 
     Args:
@@ -34,13 +40,16 @@ def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]
     if outcome.interrupted_by is not None:
         lines.append(f"stopped by {signal_name(outcome.interrupted_by)}")
     elif (failure := outcome.first_failure) is not None:
-        lines.append(f"worker {failure.rank} failed first: {_describe_exit(failure.code)}")
-        lines += _quote_stderr(failure.rank, stderr_tail(failure.rank))
+        tail = stderr_tail(failure.rank)
+        lines.append(
+            f"worker {failure.rank} failed first: {_describe_exit(failure.code)}{summary(tail.lines)}"
+        )
+        lines += _quote_stderr(failure.rank, tail)
         lines += _others(outcome)
     return lines + _abandoned(outcome)
 
 
-def job_report(result: Result, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
+def job_report(result: Result, stderr_tail: Callable[[int], Tail]) -> list[str]:
     """The lines of the final report of an agent; the last names the first fault. Empty on success.
 
     Args:
@@ -51,7 +60,7 @@ def job_report(result: Result, stderr_tail: Callable[[int], Sequence[str]]) -> l
     return _what_happened(result, stderr_tail) + last
 
 
-def _what_happened(result: Result, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
+def _what_happened(result: Result, stderr_tail: Callable[[int], Tail]) -> list[str]:
     if result.interrupted_by is not None:
         return [f"stopped by {signal_name(result.interrupted_by)}", *_abandoned(result.outcome)]
     if result.error is not None:
@@ -62,6 +71,7 @@ def _what_happened(result: Result, stderr_tail: Callable[[int], Sequence[str]]) 
         return failure_report(result.outcome, stderr_tail) if result.outcome is not None else []
     lines = [
         f"worker {failure.rank} of node {failure.node_rank} failed first: {_describe_exit(failure.code)}"
+        f"{summary(failure.lines)}"
     ]
     lines += [f"    {line}" for line in failure.lines]
     return lines + _others(result.outcome) + _abandoned(result.outcome)
@@ -104,10 +114,28 @@ def _describe_exit(code: int) -> str:
     return f"killed by {signal_name(-code)}" + (f" ({hint})" if hint else "")
 
 
-def _quote_stderr(rank: int, tail: Sequence[str]) -> list[str]:
-    lines = quoted(tail)
+def summary(lines: Sequence[str]) -> str:
+    """The error of the last traceback, and the worker that raised it; empty if there is none."""
+    chain = last_traceback(lines)
+    last = ""
+    for i, line in enumerate(chain):
+        if line.startswith(_TRACEBACK):
+            error = next((each for each in chain[i + 1 :] if not each.startswith(" ")), "")
+            if error and (not last or lost_peer([error]) is None):  # a loss is the consequence of an error
+                last = error
+    if not last:
+        return ""
+    before = lines[: len(lines) - len(chain)]
+    where = next((m[1] for each in before[:-4:-1] if (m := _ON_WORKER.search(each))), "")
+    return f": {last[:_MAX_SUMMARY]}" + (f", on {where}" if where else "")
+
+
+def _quote_stderr(rank: int, tail: Tail) -> list[str]:
+    lines = quoted(tail.lines)
     if not lines:
         return [f"worker {rank} wrote nothing to stderr"]
+    if tail.was_shown:
+        return []
     return [f"the end of worker {rank}'s stderr:", *(f"    {line}" for line in lines)]
 
 

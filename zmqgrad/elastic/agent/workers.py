@@ -12,14 +12,24 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from zmqgrad.elastic.agent.death_signal import die_with_parent
 from zmqgrad.elastic.agent.output import without_escapes
-from zmqgrad.elastic.agent.streams import Stream, passed_on
+from zmqgrad.elastic.agent.streams import STDERR, Stream, passed_on
+from zmqgrad.elastic.agent.tracebacks import Shown, Tracebacks
 
 _TAIL_LINES = 200
 _TAIL_WIDTH = 2000
 _REAP_SECONDS = 1.0
+
+
+class Tail(NamedTuple):
+    """The last lines of the stderr of a worker; whether they were shown, and whether in part only."""
+
+    lines: Sequence[str]
+    was_shown: bool = False
+    was_shortened: bool = False
 
 
 class Worker(ABC):
@@ -30,6 +40,7 @@ class Worker(ABC):
         streams: its output, to be read; none if it writes to that of the agent.
         sentinel: a descriptor that is readable once it has exited; None: SIGCHLD tells.
         tail: the last lines of its stderr.
+        tracebacks: what is shown of its tracebacks.
     """
 
     sentinel: int | None = None
@@ -38,6 +49,7 @@ class Worker(ABC):
         self.rank = rank
         self.streams = streams
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.tracebacks = Tracebacks(Shown(), rank)
 
     @property
     @abstractmethod
@@ -56,6 +68,11 @@ class Worker(ABC):
         """Keep lines of stderr for the report."""
         for line in lines:
             self.tail.append(without_escapes(line)[:_TAIL_WIDTH].decode(errors="replace"))
+
+    def end_of_stderr(self) -> Tail:
+        """The last lines that it wrote to stderr."""
+        was_shown = any(stream.fd == STDERR and stream.shown for stream in self.streams)
+        return Tail(list(self.tail), was_shown, self.tracebacks.shortened)
 
     def signal(self, signum: int) -> bool:
         """Send ``signum`` to the worker and its child processes. Returns False if none is left."""
