@@ -52,7 +52,7 @@ class Section:
         self._frames: list[Frame] = []
         self._kept: list[Any] = []  # what the frames are views of
         for name, value in values.items():
-            payload, frames, tensors = serialize(value, context)
+            payload, frames, tensors, _ = serialize(value, context)
             entries.append((name, payload, tuple(map(len, frames))))
             self._frames += frames
             self._kept.append((value, tensors))
