@@ -67,6 +67,7 @@ def job(rank: int) -> None:
 def test_a_deadlock_a_straggler_and_unused_sends_are_found(tmp_path: Path) -> None:
     run_processes(job, 3, env=launch_environment(tmp_path))
     found = {f.title: f for f in Report(Job(tmp_path)).findings}
-    assert "Deadlock: worker1 -> worker2 -> worker1" in found
+    assert "Deadlock: worker1 -> worker2 -> worker1: each waits for the next" in found
     assert "Straggler: worker2" in found
-    assert "12 sends got no gradient" in found, "to worker2 and back, in 6 contexts"
+    (unused,) = [f for f in found.values() if f.kind == "unused result"]
+    assert "worker0 calls worker2 (6): no gradient came back in 6 contexts" in unused.detail

@@ -333,7 +333,7 @@ def test_output_in_files_and_a_trace_of_one_job(
     traced = Trace(tmp_path / "trace").processes
     assert len(traced) == 6, "the agents, too"
     assert [process.jobs() for process in traced] == 6 * [{f"job@{job.endpoint}"}]
-    assert main(["trace", "sequence", str(tmp_path / "trace"), "--round", "0"]) == 0
+    assert main(["trace", "show", str(tmp_path / "trace"), "--round", "0"]) == 0
     diagram = capsys.readouterr().out
     assert diagram.count("ADD_TO_PARTICIPANTS") == 2, diagram
     assert "ADD_TO_PARTICIPANTS (2 participants, 0 waiting)" in diagram
