@@ -10,9 +10,9 @@ from zmqgrad.errors import TraceError
 from zmqgrad.trace.events import (
     ActorStarted,
     ActorStopped,
-    AnyEvent,
     ClockSample,
     Dropped,
+    Event,
     NameDeclared,
     ThreadDeclared,
 )
@@ -56,7 +56,7 @@ def survey(path: FilePath, on_read: Callable[[int], object] = int) -> Process:
     return process
 
 
-def declare(process: Process, event: AnyEvent, wall: int) -> int:
+def declare(process: Process, event: Event, wall: int) -> int:
     """Notes what ``event`` declares. Returns what the wall clock is ahead of the monotonic one by now."""
     if isinstance(event, NameDeclared):
         process.names[event.number] = event.name

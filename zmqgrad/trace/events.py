@@ -12,7 +12,9 @@ structs here, by which the log is read. Payloads are never part of an event.
 from __future__ import annotations
 
 import enum
-from typing import TypeVar
+import functools
+import operator
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -411,42 +413,12 @@ class PeerLost(Event, frozen=True, tag=27):
     reason: str = ""
 
 
-AnyEvent = (
-    ActorStarted
-    | ActorStopped
-    | ThreadDeclared
-    | NameDeclared
-    | PeerDeclared
-    | MessageSent
-    | MessageReceived
-    | RequestStarted
-    | RequestFinished
-    | RequestDescribed
-    | WaitBegun
-    | WaitEnded
-    | ContextCreated
-    | ContextReleased
-    | PassStarted
-    | PassFinished
-    | GroupExecuted
-    | RendezvousStep
-    | Heartbeat
-    | ClockSample
-    | Dropped
-    | SendRecorded
-    | StackDumped
-    | Usage
-    | PeerLost
-    | StepTaken
-    | Published
-    | GroupCalled
-    | Interrupted
-    | Serialized
-)
-"""All events that the reader of a log yields."""
-
-Pair = RequestRan | Waited
-"""Two events in one, in a log."""
+def decoded() -> Any:
+    """The type of what a log has: any of the events above."""
+    kinds: list[type[Event]] = [Event]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return functools.reduce(operator.or_, (kind for kind in kinds if kind.__struct_config__.tag is not None))
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

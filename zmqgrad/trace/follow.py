@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zmqgrad.errors import TraceError
 from zmqgrad.trace.declarations import declare, shift
-from zmqgrad.trace.events import AnyEvent, MessageReceived, MessageSent
+from zmqgrad.trace.events import Event, MessageReceived, MessageSent
 from zmqgrad.trace.live import is_recording
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Declared, Entry, Process, newest_job
@@ -116,7 +116,7 @@ class _Log:
         self._declared = Declared(self.process)
         self._wall = self.process.wall_offset
         self._reader = reader
-        self._batches: Iterator[list[AnyEvent]] = reader.batches()
+        self._batches: Iterator[list[Event]] = reader.batches()
 
     def read(self) -> list[Entry] | None:
         """The next record; None if there is none yet."""

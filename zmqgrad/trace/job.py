@@ -18,7 +18,7 @@ from zmqgrad.errors import TraceError
 from zmqgrad.trace.calls import Assembly
 from zmqgrad.trace.clocks import Alignment, OffsetEstimator
 from zmqgrad.trace.declarations import shift, survey
-from zmqgrad.trace.events import AnyEvent, PeerDeclared, Role, StackDumped
+from zmqgrad.trace.events import Event, PeerDeclared, Role, StackDumped
 from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Actor, Call, Declared, Entry, Message, Process, Stamped, newest_job
@@ -286,7 +286,7 @@ _ALWAYS = frozenset((PeerDeclared, StackDumped))
 _NO_ENTRIES: list[Entry] = []
 
 
-def _batches(process: Process, on_read: Callable[[int], object]) -> Iterator[list[AnyEvent]]:
+def _batches(process: Process, on_read: Callable[[int], object]) -> Iterator[list[Event]]:
     """The events of a log as far as it can be read."""
     with LogReader(process.path, on_read) as reader:
         try:

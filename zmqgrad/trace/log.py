@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from zmqgrad.errors import TraceError
-from zmqgrad.trace.events import AnyEvent, Pair, ProcessInfo, RequestRan, Waited
+from zmqgrad.trace.events import Event, ProcessInfo, RequestRan, Waited, decoded
 
 _T = TypeVar("_T")
 
@@ -39,11 +39,11 @@ _SIZE = struct.Struct("!I")
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_info = msgspec.msgpack.Decoder(ProcessInfo).decode
-_decode_packed = msgspec.msgpack.Decoder(list[AnyEvent | Pair]).decode
+_decode_packed = msgspec.msgpack.Decoder(list[decoded()]).decode  # type: ignore[misc]
 
 
-def _decode_events(data: bytes) -> list[AnyEvent]:
-    events: list[AnyEvent] = []
+def _decode_events(data: bytes) -> list[Event]:
+    events: list[Event] = []
     for event in _decode_packed(data):
         if isinstance(event, (RequestRan, Waited)):
             events += event.parts()
@@ -109,7 +109,7 @@ class LogReader:
             raise TraceError(f"the trace log {self.path} ends within its header: nothing was recorded")
         return self._decode(_decode_info, data)
 
-    def batches(self) -> Iterator[list[AnyEvent]]:
+    def batches(self) -> Iterator[list[Event]]:
         """Yields the events recorded since the last call, record by record; ends before a record cut off.
 
         Raises:
@@ -118,7 +118,7 @@ class LogReader:
         while (data := self._next_record()) is not None:
             yield self._decode(_decode_events, data)
 
-    def __iter__(self) -> Iterator[AnyEvent]:
+    def __iter__(self) -> Iterator[Event]:
         """Yields the events recorded since the last call one by one; errors as :meth:`batches`."""
         for batch in self.batches():
             yield from batch

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from zmqgrad.trace.events import AnyEvent, Path, ProcessInfo, Role, ThreadDeclared
+from zmqgrad.trace.events import Event, Path, ProcessInfo, Role, ThreadDeclared
 from zmqgrad.trace.kinds import type_name
 from zmqgrad.wire.messages import MessageType
 
@@ -92,7 +92,7 @@ class Stamped(NamedTuple):
     time: int
     process: Process
     actor: Actor | None
-    event: AnyEvent
+    event: Event
 
 
 class Message(msgspec.Struct, eq=False):
@@ -203,5 +203,5 @@ class Declared:
         self.incarnations: dict[tuple[int, int], int] = {}
 
 
-Entry = tuple[int, Declared, Actor | None, AnyEvent]
+Entry = tuple[int, Declared, Actor | None, Event]
 """An event in a merged stream: its time on the clock of the job, what its log declares, its actor."""

@@ -17,7 +17,7 @@ from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns, wall_ns
 from zmqgrad.trace.events import (
     ActorStarted,
-    AnyEvent,
+    Event,
     MessageReceived,
     MessageSent,
     ProcessInfo,
@@ -124,7 +124,7 @@ class RemoteRequests:
                 return snapshot
         return None
 
-    def _find(self, events: list[AnyEvent], peer: int, incarnation: int) -> ActorStarted | None:
+    def _find(self, events: list[Event], peer: int, incarnation: int) -> ActorStarted | None:
         """The declaration of worker ``peer``, if it is among ``events``."""
         for event in events:
             if isinstance(event, ActorStarted):
@@ -134,7 +134,7 @@ class RemoteRequests:
         return None
 
 
-def _apply(snapshot: _Snapshot, actor: int, event: AnyEvent) -> None:
+def _apply(snapshot: _Snapshot, actor: int, event: Event) -> None:
     """Notes what ``event`` tells about the requests that ``actor`` has received."""
     calls = snapshot.calls
     if isinstance(event, ThreadDeclared):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from zmqgrad.trace.events import Interrupted, Usage
 from zmqgrad.trace.findings.calls import failing_calls, slow_calls
@@ -25,9 +26,13 @@ class Survey:
 
     Args:
         now: as in :func:`~zmqgrad.trace.waits.find_waits`.
+        on_call: receives all calls, which saves reading the logs once more.
     """
 
-    def __init__(self, job: Job, now: int | None = None) -> None:
+    def __init__(
+        self, job: Job, now: int | None = None, on_call: Callable[[Call], object] = lambda _: None
+    ) -> None:
+        self._on_call = on_call
         self._nested = NestedWaits()
         self._job, self._load, self._sends, self._missed = job, Load(self._nested), Sends(job), Missed(job)
         self._repeated = RepeatedSends()
@@ -43,6 +48,7 @@ class Survey:
             self._load.until = min(self._load.until, stamped.time)
 
     def _add(self, call: Call) -> None:
+        self._on_call(call)
         if call.request.kind in PROGRAM_CALLS:
             self._load.add(call)
             self._repeated.add(call)

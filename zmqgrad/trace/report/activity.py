@@ -9,16 +9,13 @@ from zmqgrad.trace.contexts import Contexts
 from zmqgrad.trace.events import (
     Event,
     PeerDeclared,
-    RequestDescribed,
-    RequestFinished,
-    RequestStarted,
     SendRecorded,
     StackDumped,
     WaitBegun,
     WaitEnded,
 )
 from zmqgrad.trace.labels import tidy
-from zmqgrad.trace.model import Actor, Process, Stamped
+from zmqgrad.trace.model import Actor, Call, Process, Stamped
 from zmqgrad.trace.report.columns import HAS_FAILED, NO_ROW, Actors, Messages
 from zmqgrad.trace.waits import Wait, WaitPairs
 
@@ -27,7 +24,7 @@ MAX_STACKS = 2_000
 
 
 class Activity:
-    """What happened besides messages; notes at the requests of ``messages`` when they were served."""
+    """What happened besides messages; :meth:`add_call` notes at ``messages`` when they were served."""
 
     def __init__(self, actors: Actors, messages: Messages, events: Iterable[Stamped]) -> None:
         self.waits: list[Wait] = []
@@ -52,13 +49,8 @@ class Activity:
         self.waits.sort(key=lambda w: w.since)
 
     def _add(self, time: int, actor: Actor, event: Event) -> None:
-        if isinstance(event, (RequestStarted, RequestFinished)):
-            source = self._incarnations.get((id(actor), event.peer), 0)
-            self._served(time, actor, source, event)
-        elif isinstance(event, PeerDeclared):
+        if isinstance(event, PeerDeclared):
             self._incarnations[id(actor), event.peer] = event.incarnation
-        elif isinstance(event, RequestDescribed):
-            self._describe(actor, event)
         elif isinstance(event, (WaitBegun, WaitEnded)):
             wait = self._pairs.add(time, actor, event)
             if wait is not None:
@@ -66,31 +58,23 @@ class Activity:
         elif isinstance(event, SendRecorded):
             self.send_rows[event.autograd_id] = self._row_of_send(actor, event)
 
-    def _served(self, time: int, actor: Actor, source: int, event: RequestStarted | RequestFinished) -> None:
-        messages = self._messages
-        row = messages.requests.get((source, event.message_id), NO_ROW)
+    def add_call(self, call: Call) -> None:
+        """Notes when a call was served, and what its messages do not tell."""
+        messages, row = self._messages, self._messages.requests.get(call.request.key, NO_ROW)
         if row == NO_ROW:
             return
-        if isinstance(event, RequestStarted):
-            messages.started[row] = max(time, messages.end[row])
-            messages.receiver_thread[row] = messages.thread(
-                actor, event.thread
-            )  # the receiver only passed it on
-        else:
-            messages.finished[row] = max(time, messages.started[row])
-            messages.flags[row] |= HAS_FAILED if event.failed else 0
-
-    def _describe(self, actor: Actor, event: RequestDescribed) -> None:
-        messages = self._messages
-        row = messages.requests.get((actor.incarnation, event.message_id), NO_ROW)
-        if row == NO_ROW:
-            return
-        if event.function:
-            for each in (row, messages.pair[row]):
-                if each != NO_ROW and not messages.name[each]:
-                    messages.name[each] = messages.names[tidy(event.function)]
-        if event.arguments:
-            messages.arguments[row] = event.arguments
+        if call.started is not None:
+            messages.started[row] = call.started
+            target = call.request.target  # the thread that received it only passed it on
+            messages.receiver_thread[row] = messages.thread(target, call.thread)
+        if call.finished is not None:
+            messages.finished[row] = call.finished
+        messages.flags[row] |= HAS_FAILED if call.failed else 0
+        for each in (row, messages.pair[row]):
+            if each != NO_ROW and not messages.name[each]:
+                messages.name[each] = messages.names[tidy(call.function)]
+        if call.arguments:
+            messages.arguments[row] = call.arguments
 
     def _row_of_send(self, actor: Actor, event: SendRecorded) -> int:
         """The row of the message in which the tensors were sent."""

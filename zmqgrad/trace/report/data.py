@@ -59,7 +59,7 @@ class Report:
             seconds = (self._end - self._start) / 1e9
             raise TraceError(f"{job.directory} has no messages of the chosen time: it has {seconds:.1f} s")
         self.activity = Activity(self.actors, self.messages, job.events())
-        survey = Survey(job)
+        survey = Survey(job, on_call=self.activity.add_call)
         self._waits, self.findings = survey.waits, survey.findings(notes=True)
         self._tick = max(1, -(-(self._end - self._start) // (MAX_UINT32 - 1)))
 
