@@ -19,8 +19,6 @@ from zmqgrad.trace.events import Tag
 from zmqgrad.trace.follow import Follower
 from zmqgrad.trace.load import Load, Snapshot
 
-pytest.importorskip("rich")
-
 
 def load_of(directory: Path) -> Load:
     load = Load()

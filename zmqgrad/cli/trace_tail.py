@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from zmqgrad.cli.colours import CYAN, GREEN, RED, paint
 from zmqgrad.cli.trace_live import polls, wait_for_closed_output
 from zmqgrad.cli.trace_output import (
     MAX_NAMED,
@@ -79,7 +80,7 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.peer,
         arguments.stores,
     )
-    show = _Counted(_show_json if arguments.json else _text_printer())
+    show = _Counted(_show_json if arguments.json else _show_text)
     if not (arguments.no_follow or chooses_part(arguments)):
         with Follower(directory_of(arguments), arguments.job) as follower:
             if follower.is_recording():
@@ -165,13 +166,10 @@ def _show_json(line: Line, wall: int) -> None:
     sys.stdout.write(msgspec.json.encode(shown).decode() + "\n")
 
 
-def _text_printer() -> Show:
-    colour = _colours() if sys.stdout.isatty() else lambda _, text: text
-
-    def show(line: Line, wall: int) -> None:
-        sys.stdout.write(colour(line.message.kind, text_of(line, wall)) + "\n")
-
-    return show
+def _show_text(line: Line, wall: int) -> None:
+    kind = line.message.kind
+    colour = CYAN if kind & REQUEST else GREEN if kind & RESPONSE else None
+    sys.stdout.write(paint(text_of(line, wall), RED if kind == MessageType.EXCEPTION else colour) + "\n")
 
 
 def text_of(line: Line, wall: int) -> str:
@@ -199,21 +197,3 @@ def _transit(sent: int | None, received: int | None) -> str:
     if received is None:
         return "(not received yet)"
     return f"transit={duration(received - sent)}"
-
-
-def _colours() -> Callable[[int, str], str]:
-    try:
-        from rich.color import Color
-        from rich.style import Style
-    except ImportError:
-        return lambda _, text: text
-    request, reply, failed, other = (
-        Style(color=Color.parse(name)) for name in ("cyan", "green", "red", "bright_black")
-    )
-
-    def colour(kind: int, text: str) -> str:
-        if kind == MessageType.EXCEPTION:
-            return failed.render(text)
-        return (request if kind & REQUEST else reply if kind & RESPONSE else other).render(text)
-
-    return colour

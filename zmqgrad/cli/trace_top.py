@@ -6,13 +6,13 @@ import argparse
 import itertools
 import os
 import select
+import shutil
 import signal
 import sys
 import termios
 import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +26,7 @@ from zmqgrad.cli.trace_output import (
     positive,
     print_table,
     printable,
+    table,
 )
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns
@@ -33,9 +34,6 @@ from zmqgrad.trace.follow import Follower
 from zmqgrad.trace.labels import size
 from zmqgrad.trace.live import is_recording
 from zmqgrad.trace.load import Load, Rate, Snapshot, WorkerLoad
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 WORKER_COLUMNS = (
     "worker",
@@ -174,20 +172,15 @@ def rate_cells(rate: Rate) -> tuple[str, ...]:
 
 
 class _Terminal:
-    """The whole terminal, by rich; reads single keys. Use as a context manager: restores the terminal."""
+    """The whole terminal; reads single keys. Use as a context manager: restores the terminal."""
 
     def __init__(self, order: str) -> None:
         if not sys.stdout.isatty():
             raise TraceError("top needs a terminal; --once and --json print to a file or pipe")
-        try:
-            from rich.live import Live
-        except ImportError as e:
-            raise TraceError("top needs rich: pip install 'zmqgrad[trace]'; or use --once or --json") from e
         self.is_over = False
         self._order = order
         self._paused = False
         self._last: tuple[Snapshot, int] | None = None
-        self._live = Live(screen=True, auto_refresh=False)
         self._keys = _keys()
 
     def show(self, snapshot: Snapshot, wall: int) -> None:
@@ -221,16 +214,21 @@ class _Terminal:
             snapshot, wall = self._last
             state = "paused" if self._paused else f"by {self._order}"
             title = f"{clock_text(wall)[:8]}  rates of the last {snapshot.seconds:.0f} s, {state}"
-            width, height = self._live.console.size
-            self._live.update(_picture(title, snapshot, self._order, width, height), refresh=True)
+            size = shutil.get_terminal_size()
+            lines = picture(title, snapshot, self._order, *size)[: size.lines]
+            self._write("\x1b[H" + "\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
     def __enter__(self) -> _Terminal:
         self._keys.__enter__()
-        self._live.__enter__()
+        self._write("\x1b[?1049h\x1b[?25l")  # the alternate screen, without a cursor
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._live.__exit__(None, None, None)
+        self._write("\x1b[?25h\x1b[?1049l")
         self._keys.__exit__(None, None, None)
 
 
@@ -250,38 +248,25 @@ def _keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, modes)
 
 
-def _picture(title: str, snapshot: Snapshot, order: str, width: int, height: int) -> RenderableType:
-    """Tables that fill a terminal of ``width`` columns and ``height`` rows."""
-    from rich.console import Group
-    from rich.text import Text
-
+def picture(title: str, snapshot: Snapshot, order: str, width: int, height: int) -> list[str]:
+    """Lines that fill a terminal of ``width`` columns and ``height`` rows."""
     workers = snapshot.workers[: max(1, height // 3)]
     left = height - len(workers) - 8  # titles, headers, empty lines
     types = in_order(snapshot.types, order)[: max(1, left // 2)]
     pairs = in_order(snapshot.pairs, order)[: max(1, left - len(types))]
-    return Group(
-        Text(f"zmqgrad trace top  {title}", style="bold", no_wrap=True),
-        Text("q ends, s changes the order, space pauses\n", style="dim", no_wrap=True),
-        _table(WORKER_COLUMNS, [worker_cells(each) for each in workers], width),
-        _table(("type", *RATE_COLUMNS), [rate_cells(each) for each in types], width),
-        _table(("from > to", *RATE_COLUMNS), [rate_cells(each) for each in pairs], width),
-    )
+    lines = [f"zmqgrad trace top  {title}"[:width], "q ends, s changes the order, space pauses"[:width]]
+    for columns, rows in (
+        (WORKER_COLUMNS, list(map(worker_cells, workers))),
+        (("type", *RATE_COLUMNS), list(map(rate_cells, types))),
+        (("from > to", *RATE_COLUMNS), list(map(rate_cells, pairs))),
+    ):
+        count = fitting(columns, rows, width)
+        head, *rest = table(columns[:count], [row[:count] for row in rows], width)
+        lines += ["", f"\x1b[1;7m{head:<{width}}\x1b[0m", *rest]
+    return lines
 
 
 def fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:
     """How many of the columns, with a space at each side, fit into ``width``; the first always does."""
     widths = itertools.accumulate(2 + max(map(len, cells)) for cells in zip(columns, *rows, strict=True))
     return max(1, sum(each <= width for each in widths))
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="bold reverse", expand=True)
-    count = fitting(columns, rows, width)
-    for i, column in enumerate(columns[:count]):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True, ratio=None if i else 1)
-    for row in rows:
-        table.add_row(*map(Text, row[:count]))
-    return table

@@ -5,10 +5,9 @@ Rates are of a sliding window of ``SLOTS`` slots of a second each.
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -30,8 +29,6 @@ from zmqgrad.trace.kinds import SERVED, is_store, type_name
 from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.model import Actor, Call, Entry, Process
 from zmqgrad.trace.sketch import Sketch
-
-_Key = TypeVar("_Key", bound=Hashable)
 
 SLOTS = 10
 SLOT_NANOSECONDS = 1_000_000_000
@@ -89,26 +86,27 @@ class Snapshot(msgspec.Struct):
 
 
 class _Cell:
-    """A type or a pair in one slot."""
+    """A type, a pair or a worker in one slot; ``received`` and ``shared`` are of a worker."""
 
     def __init__(self) -> None:
-        self.messages = self.bytes = self.calls = 0
+        self.messages = self.bytes = self.calls = self.received = self.shared = 0
         self.latency = Sketch()
 
-
-class _Traffic:
-    """What a worker sent and received in one slot."""
-
-    def __init__(self) -> None:
-        self.sent = self.received = self.bytes = self.shared = 0
+    def add(self, other: _Cell) -> None:
+        self.messages += other.messages
+        self.bytes += other.bytes
+        self.calls += other.calls
+        self.received += other.received
+        self.shared += other.shared
+        self.latency.merge(other.latency)
 
 
 class _Slot:
+    """The cells of a second: ``("type", name)``, ``("pair", its ends)`` and ``("worker", its id)``."""
+
     def __init__(self, number: int) -> None:
         self.number = number
-        self.types: dict[str, _Cell] = {}
-        self.pairs: dict[_Pair, _Cell] = {}
-        self.traffic: dict[int, _Traffic] = {}
+        self.cells: defaultdict[tuple[str, Any], _Cell] = defaultdict(_Cell)
 
 
 class _State:
@@ -161,28 +159,24 @@ class Load:
         slot = self._slot(time)
         if slot is None:
             return
-        traffic = slot.traffic.setdefault(id(actor), _Traffic())
+        own = slot.cells["worker", id(actor)]
         if isinstance(event, MessageReceived):
-            traffic.received += 1
+            own.received += 1
             return
-        traffic.sent += 1
-        traffic.bytes += event.size
-        traffic.shared += event.size if event.path == Path.SHARED_MEMORY else 0
-        for cell in (_cell(slot.types, type_name(event.kind)), _cell(slot.pairs, _pair(actor, event.peer))):
+        own.shared += event.size if event.path == Path.SHARED_MEMORY else 0
+        cells = slot.cells["type", type_name(event.kind)], slot.cells["pair", _pair(actor, event.peer)]
+        for cell in (own, *cells):
             cell.messages += 1
             cell.bytes += event.size
 
     def _count_call(self, call: Call) -> None:
+        request = call.request
         slot = self._slot(call.reply.received) if call.reply is not None and call.reply.received else None
-        source = call.request.source
-        if slot is None or source is None or call.duration is None:
+        if slot is None or request.source is None or call.duration is None:
             return
-        for cell in (
-            _cell(slot.types, call.request.type),
-            _cell(slot.pairs, _pair(source, call.request.peer)),
-        ):
-            cell.calls += 1
-            cell.latency.add(call.duration)
+        for key in (("type", request.type), ("pair", _pair(request.source, request.peer))):
+            slot.cells[key].calls += 1
+            slot.cells[key].latency.add(call.duration)
 
     def _state(self, actor: Actor) -> _State:
         state = self._states.get(id(actor))
@@ -235,28 +229,24 @@ class Load:
             for state in self._states.values()
             if state.actor.stopped is None and alive(state.actor.process)
         ]
-        types = _merge((slot.types.items() for slot in slots), seconds)
-        pairs = _merge((self._named(slot.pairs) for slot in slots), seconds)
+        types, pairs = _rates(slots, "type", seconds, str), _rates(slots, "pair", seconds, self._name)
         return Snapshot(time, seconds, types, pairs, sorted(workers, key=lambda w: w.name))
 
-    def _named(self, pairs: dict[_Pair, _Cell]) -> list[tuple[str, _Cell]]:
+    def _name(self, pair: _Pair) -> str:
         """By the names of the workers, which may be told after their first messages."""
-        names = self._names.get
-        return [
-            (f"{source} > {other if rank is None else names((other, rank), f'rank {rank}')}", cell)
-            for (source, other, rank), cell in pairs.items()
-        ]
+        source, other, rank = pair
+        return f"{source} > {other if rank is None else self._names.get((other, rank), f'rank {rank}')}"
 
     def _worker(self, state: _State, slots: Iterable[_Slot], seconds: float, time: int) -> WorkerLoad:
         actor, usage = state.actor, state.usage
-        traffic = [slot.traffic[id(actor)] for slot in slots if id(actor) in slot.traffic]
+        traffic = _sum(slot.cells["worker", id(actor)] for slot in slots)
         return WorkerLoad(
             actor.name,
             actor.process.info.pid,
-            sum(t.sent for t in traffic) / seconds,
-            sum(t.received for t in traffic) / seconds,
-            sum(t.bytes for t in traffic) / seconds,
-            sum(t.shared for t in traffic) / seconds,
+            traffic.messages / seconds,
+            traffic.received / seconds,
+            traffic.bytes / seconds,
+            traffic.shared / seconds,
             len(state.queued),
             len(state.running),
             time - min(state.running.values(), default=time),
@@ -277,31 +267,22 @@ def _pair(actor: Actor, rank: int) -> _Pair:
     return label, "store" if actor.role is Role.STORE_CLIENT else "clients", None
 
 
-def _cell(cells: dict[_Key, _Cell], name: _Key) -> _Cell:
-    found = cells.get(name)
-    if found is None:
-        found = cells[name] = _Cell()
-    return found
-
-
-def _merge(groups: Iterable[Iterable[tuple[str, _Cell]]], seconds: float) -> list[Rate]:
-    cells: dict[str, list[_Cell]] = {}
-    for name, cell in itertools.chain.from_iterable(groups):
-        cells.setdefault(name, []).append(cell)
-    return sorted(
-        (_rate(name, each, seconds) for name, each in cells.items()), key=lambda r: (-r.messages, r.name)
-    )
-
-
-def _rate(name: str, cells: list[_Cell], seconds: float) -> Rate:
-    latency = Sketch()
+def _sum(cells: Iterable[_Cell]) -> _Cell:
+    total = _Cell()
     for cell in cells:
-        latency.merge(cell.latency)
-    return Rate(
-        name,
-        sum(c.messages for c in cells) / seconds,
-        sum(c.bytes for c in cells) / seconds,
-        sum(c.calls for c in cells) / seconds,
-        latency.quantile(0.5),
-        latency.quantile(0.99),
-    )
+        total.add(cell)
+    return total
+
+
+def _rates(slots: Iterable[_Slot], kind: str, seconds: float, name: Callable[[Any], str]) -> list[Rate]:
+    """What ``slots`` have of one kind, most messages first."""
+    cells: defaultdict[str, list[_Cell]] = defaultdict(list)
+    for slot in slots:
+        for (each, what), cell in slot.cells.items():
+            if each == kind:
+                cells[name(what)].append(cell)
+    found = []
+    for label, total in ((label, _sum(each)) for label, each in cells.items()):
+        counts = (total.messages / seconds, total.bytes / seconds, total.calls / seconds)
+        found.append(Rate(label, *counts, total.latency.quantile(0.5), total.latency.quantile(0.99)))
+    return sorted(found, key=lambda rate: (-rate.messages, rate.name))
