@@ -14,7 +14,7 @@ from zmqgrad.wire.messages import NONE_PAYLOAD, Payload
 from zmqgrad.wire.tensors import Devices
 
 MIN_TRACED_NANOSECONDS = 100_000
-"""What takes less to serialize is not worth an event of a trace."""
+"""What takes less to serialize, and has no large tensors, is not worth an event of a trace."""
 
 LARGE_TENSOR_BYTES = 1 << 20
 """Of tensors of this size and more, a trace tells whether their contents were sent before."""
@@ -75,9 +75,11 @@ class SerializedPayload(NamedTuple):
 
     def tell(self, tracer: Tracer, peer: int, message_id: int, *, is_reply: bool = False) -> None:
         """Tell ``tracer`` what it took to serialize this, which is sent next, and its large tensors."""
-        if self.frames or self.nanoseconds >= MIN_TRACED_NANOSECONDS:
-            found = [each for each in map(contents_of, self.tensors) if each is not None]
-            large = [each for each in found if each[-1] >= LARGE_TENSOR_BYTES]
+        large = []
+        if self.frames:
+            found = [contents_of(tensor) for tensor in self.tensors]
+            large = [each for each in found if each is not None and each[-1] >= LARGE_TENSOR_BYTES]
+        if large or self.nanoseconds >= MIN_TRACED_NANOSECONDS:
             tracer.serialized(self.nanoseconds, peer, message_id, is_reply, large)
 
 
