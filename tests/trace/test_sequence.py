@@ -239,6 +239,16 @@ def test_text_has_an_arrow_per_message() -> None:
     assert "RESULT #1 (not received)" in lines[2]
 
 
+def test_lines_keep_to_the_width_if_their_texts_can() -> None:
+    steps = [
+        Step(0, "w0", "w1", "a call of a function", 10),
+        Step(5, "w1", "", "a note that is rather long", 3),
+    ]
+    _, _, *lines = as_text(Diagram("t", ["w0", "w1"], steps), shown, 55)
+    assert max(map(len, lines)) <= 55
+    assert lines[-1].endswith("a note that is rather long 3 ns *")
+
+
 def test_text_that_does_not_fit_stands_above_its_arrow() -> None:
     lines = list(as_text(DIAGRAM, shown, 20))
     assert len(lines) == 2 + 2 + 1 + 2

@@ -29,7 +29,9 @@ def as_text(diagram: Diagram, duration: Format, width: int = 110) -> Iterator[st
         text = _caption(step, duration)
         here = middles[step.source]
         if not step.target or step.target == step.source:
-            yield _overlay(time, [*rails, (here, f"* {text}")])
+            before = here - len(text) - 1  # where it fits neither after nor before its lane, it is too long
+            is_after = here + len(text) + 2 <= width or before < _TIME_WIDTH
+            yield _overlay(time, [*rails, (here, f"* {text}") if is_after else (before, f"{text} *")])
             continue
         there = middles[step.target]
         low, high = min(here, there), max(here, there)
@@ -37,8 +39,8 @@ def as_text(diagram: Diagram, duration: Format, width: int = 110) -> Iterator[st
         head = (there - 1, ">") if there > here else (there + 1, "<")
         inside = text if len(text) <= high - low - 5 else ""
         label = (low + 1 + (high - low - 1 - len(inside) - 2) // 2, f" {inside} ") if inside else (0, "")
-        if not inside:  # above the arrow, from its left end
-            yield _overlay("", [*rails, (low + 2, text)])
+        if not inside:  # above the arrow, from its left end, as far as there is room
+            yield _overlay("", [*rails, (max(_TIME_WIDTH, min(low + 2, width - len(text))), text)])
         yield _overlay(time, [*rails, (low + 1, line), label, head])
 
 
