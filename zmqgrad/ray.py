@@ -151,6 +151,10 @@ class RayLauncher:
 
     Raises:
         ConfigurationError: if an argument is invalid.
+
+    Example:
+        >>> with RayLauncher(num_workers=2, gpus_per_worker=1, max_restarts=3) as launcher:  # doctest: +SKIP
+        ...     results = launcher.run(train, 100)
     """
 
     def __init__(

@@ -73,6 +73,13 @@ def install() -> None:
 
     Raises:
         RpcError: if torch's own RPC is initialized, here or in the process that this one was forked from.
+
+    Example:
+        >>> zmqgrad.install()
+        >>> import torch.distributed.rpc  # in a library, for example
+        >>> torch.distributed.rpc.rpc_sync is zmqgrad.rpc.rpc_sync
+        True
+        >>> zmqgrad.uninstall()
     """
     global _installed
     with _lock:
@@ -104,6 +111,12 @@ def uninstall() -> None:
 
     Raises:
         RpcError: while RPC is initialized.
+
+    Example:
+        >>> zmqgrad.install()
+        >>> zmqgrad.uninstall()
+        >>> torch.distributed.rpc is zmqgrad.rpc
+        False
     """
     global _installed
     with _lock:

@@ -16,6 +16,11 @@ for (const each of document.querySelectorAll(".language-console")) {
   const commands = each.innerText.match(/^\$ .*(?:\\\n.*)*/gm)
   if (commands) each.dataset.copy = commands.map(command => command.slice(2)).join("\n")
 }
+// Likewise of examples in the reference, with their ">>> " and "... ".
+for (const each of document.querySelectorAll(".language-pycon")) {
+  const lines = each.innerText.match(/^(>>>|\.\.\.) .*/gm)
+  if (lines) each.dataset.copy = lines.map(line => line.slice(4)).join("\n")
+}
 addEventListener("load", () => {
   document.querySelector(".md-search")?.setAttribute("aria-label", "Search")
   makeReachable()

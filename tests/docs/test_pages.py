@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-import zmqgrad
-from tools.docs import charts, pages, remedies, sources
+from tools.docs import charts, pages, reference, remedies, sources
 from zmqgrad.wire.messages import MessageType
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -74,10 +74,17 @@ def test_roles_become_code() -> None:
     assert sources.to_markdown(text) == "Import `zmqgrad.interop`, `store` or `a sidecar`."
 
 
-def test_the_page_of_the_package_has_its_functions() -> None:
-    assert set(re.findall(r"^::: [\w.]+\.(\w+)$", pages.api_page("zmqgrad"), re.MULTILINE)) == set(
-        zmqgrad._FUNCTIONS
-    )
+@pytest.mark.parametrize("module", pages.MODULES)
+def test_the_reference_has_every_public_name(module: str) -> None:
+    offered = {name for name in getattr(importlib.import_module(module), "__all__", ()) if name[:1] != "_"}
+    prefix = module.replace("zmqgrad", "", 1) + "."
+    shown = {f".{name}".rpartition(".")[2] for name in reference.shown() if f".{name}".startswith(prefix)}
+    assert offered <= shown | set(reference.NOT_SHOWN.get(module, "").split())
+
+
+def test_members_that_the_reference_names_exist() -> None:
+    for name, members in reference.MEMBERS.items():
+        assert set(members.split()) <= set(dir(reference.shown()[name])), name
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import griffe
@@ -10,7 +11,7 @@ from tools.docs.sources import to_markdown
 
 
 class Roles(griffe.Extension):  # type: ignore[misc]
-    """Writes roles such as ``:func:`` as code."""
+    """Writes roles such as ``:func:`` as code, and names the section of examples as griffe does."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of ``obj``, which has just been loaded."""
@@ -22,4 +23,5 @@ class Roles(griffe.Extension):  # type: ignore[misc]
 
     def _rewrite(self, obj: griffe.Object) -> None:
         if obj.docstring:
-            obj.docstring.value = to_markdown(obj.docstring.value)
+            text = to_markdown(obj.docstring.value)
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)

@@ -7,10 +7,10 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from unittest import mock
 
-import zmqgrad
-from tools.docs import remedies, torch_names
+from tools.docs import reference, remedies, torch_names
 from tools.docs.sources import to_markdown
 from zmqgrad import errors
 from zmqgrad.cli.commands import command_parser
@@ -34,19 +34,7 @@ MODULES = (
 )
 """The public modules, in the order of the reference."""
 
-HIDDEN = {"zmqgrad": zmqgrad._FUNCTIONS, "zmqgrad.autograd": {"context": "zmqgrad.autograd.api"}}
-"""Names that griffe does not see, with their modules: imported on first access, or named like a submodule."""
-
 _MESSAGE = re.compile(r"^    ([A-Z_]+) +(.*)$")
-
-
-def api_page(module: str) -> str:
-    """Reference of one module, which mkdocstrings fills from the docstrings."""
-    hidden = "".join(
-        f"\n::: {source}.{name}\n    options: {{show_root_heading: true, show_root_full_path: false}}\n"
-        for name, source in HIDDEN.get(module, {}).items()
-    )
-    return f"# {module}\n\n::: {module}\n{hidden}"
 
 
 def errors_page() -> str:
@@ -152,7 +140,8 @@ def message_classes() -> list[type[messages.Message]]:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    **{f"reference/{module}.md": (lambda module=module: api_page(module)) for module in MODULES},  # type: ignore[misc]
+    "reference/index.md": reference.overview,
+    **{f"reference/{group.path}.md": partial(reference.page, group) for group in reference.GROUPS},
     "reference/command-line.md": command_line_page,
     "reference/errors.md": errors_page,
     "reference/messages.md": messages_page,

@@ -32,6 +32,14 @@ class context:
         AutogradError: if the calling thread is inside a context already, or this object has been entered and
             not left.
         NotInitializedError: if RPC is not initialized.
+
+    Example:
+        >>> with dist_autograd.context() as context_id:
+        ...     x = torch.ones(2, requires_grad=True)
+        ...     loss = rpc.rpc_sync("worker1", torch.mul, args=(x, 3)).sum()
+        ...     dist_autograd.backward(context_id, [loss])
+        ...     print(dist_autograd.get_gradients(context_id)[x])
+        tensor([3., 3.])
     """
 
     def __init__(self) -> None:
@@ -96,6 +104,13 @@ def backward(
             graph waits for a gradient that will never arrive.
         Exception: any error of a backward function on any worker, with its own type; it is a RuntimeError as
             well, and names the worker.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.exp, args=(x,)).sum()])
+        ...     print(x.grad, len(dist_autograd.get_gradients(context_id)))
+        None 1
     """
     _check_id(context_id)
     _check_mode(mode)
@@ -137,6 +152,13 @@ def grad(
     Raises:
         AutogradError: if the context is not known here, an argument is invalid, or an input is not used.
         Exception: as :func:`backward`.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.pow, args=(x, 3)).sum()
+        ...     dist_autograd.grad(context_id, y, x)
+        (tensor([3., 3.]),)
     """
     _check_id(context_id)
     _check_mode(mode)
@@ -172,6 +194,13 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     Raises:
         AutogradError: if the context is not known here.
         TypeError: if ``context_id`` is not an int.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.neg, args=(x,)).sum()])
+        ...     dist_autograd.get_gradients(context_id)[x]
+        tensor([-1., -1.])
     """
     _check_id(context_id)
     gradients = get_context(context_id).gradients()

@@ -119,7 +119,12 @@ class DistAutogradContext:
 
 
 def is_available() -> bool:
-    """Return True: distributed autograd is always available."""
+    """Return True: distributed autograd is always available.
+
+    Example:
+        >>> dist_autograd.is_available()
+        True
+    """
     return True
 
 
@@ -206,6 +211,11 @@ def get_debug_info() -> dict[str, int]:
 
     Raises:
         NotInitializedError: if RPC is not initialized.
+
+    Example:
+        >>> with dist_autograd.context():
+        ...     dist_autograd.get_debug_info()["num_autograd_contexts"]
+        1
     """
     return autograd_of(current_worker()).debug_info()
 

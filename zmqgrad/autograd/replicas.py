@@ -36,6 +36,12 @@ def allreduce_gradients(
     Raises:
         AutogradError: if the context is not known here, or a gradient is sparse.
         Exception: any error of ``torch.distributed.all_reduce``.
+
+    Example:
+        >>> with dist_autograd.context() as context_id:  # doctest: +SKIP
+        ...     dist_autograd.backward(context_id, [loss_of(batch)])
+        ...     dist_autograd.allreduce_gradients(context_id, layer.parameters())
+        ...     optimizer.step(context_id)
     """
     context = get_context(context_id)
     gradients = context.gradients()

@@ -66,6 +66,12 @@ def describe_context(context_id: int) -> str:
 
     Raises:
         AutogradError: if the context is not known here.
+
+    Example:
+        >>> with dist_autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(2, requires_grad=True),))
+        ...     "worker1" in dist_autograd.describe_context(context_id)
+        True
     """
     return "\n".join(f"{view.name}: " + view.text.replace("\n", "\n  ") for view in snapshots(context_id))
 
@@ -81,6 +87,12 @@ def draw_context(context_id: int) -> str:
 
     Raises:
         AutogradError: if the context is not known here.
+
+    Example:
+        >>> with dist_autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(2, requires_grad=True),))
+        ...     dist_autograd.draw_context(context_id).startswith("digraph")
+        True
     """
     views = snapshots(context_id)
     lines = ["digraph context {", "  rankdir=LR; node [fontsize=10];"]

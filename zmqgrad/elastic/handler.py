@@ -61,7 +61,13 @@ LEAVE_SECONDS = 5.0
 
 
 class Rendezvous(NamedTuple):
-    """A completed round, as one of its nodes sees it."""
+    """A completed round, as one of its nodes sees it.
+
+    Example:
+        >>> current = handler.next_rendezvous()  # doctest: +SKIP
+        >>> current.rank, current.world_size, current.round  # doctest: +SKIP
+        (0, 2, 0)
+    """
 
     store: Store
     """Shared by the nodes of this round only."""
@@ -82,6 +88,10 @@ class RendezvousHandler:
 
     Attributes:
         notify: called with text for the user: what joining a round waits for. Logs it, unless it is replaced.
+
+    Example:
+        >>> with create_handler("zmqgrad", "host0:29400", "job", 2, 4) as handler:  # doctest: +SKIP
+        ...     current = handler.next_rendezvous()
     """
 
     def __init__(

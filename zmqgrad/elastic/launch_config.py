@@ -20,7 +20,11 @@ _STREAMS = re.compile(r"[0-3]|(\d+:[0-3])(,\d+:[0-3])*", re.ASCII)
 
 
 class Std(enum.IntFlag):
-    """Output streams of a worker, with the numbers of torchrun's options ``-r`` and ``-t``."""
+    """Output streams of a worker, with the numbers of torchrun's options ``-r`` and ``-t``.
+
+    Example:
+        >>> LaunchConfig(redirects=Std.ALL).redirects is Std.ALL  # doctest: +SKIP
+    """
 
     NONE = 0
     OUT = 1
@@ -35,6 +39,10 @@ class Streams:
     Args:
         default: of workers that ``by_local_rank`` does not contain.
         by_local_rank: of single workers.
+
+    Example:
+        >>> Streams(Std.ALL).by_local_rank
+        {}
     """
 
     default: Std = Std.NONE
@@ -98,6 +106,11 @@ class LaunchConfig:
 
     Raises:
         ConfigurationError: if a value is invalid.
+
+    Example:
+        >>> config = LaunchConfig(min_nodes=2, max_nodes=4, nproc_per_node=8, rdzv_endpoint="host0:29400")
+        >>> config.max_restarts
+        0
     """
 
     min_nodes: int = 1

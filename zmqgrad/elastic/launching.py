@@ -32,6 +32,11 @@ class launch:
     Args:
         fn: called in each worker.
         config: of the job; None: one worker.
+
+    Example:
+        >>> if __name__ == "__main__":  # doctest: +SKIP
+        ...     print(launch(train, LaunchConfig(nproc_per_node=2, max_restarts=3))(0.1))  # by rank
+        {0: 0.2, 1: 0.2}
     """
 
     def __init__(self, fn: Callable[..., Any], config: LaunchConfig | None = None) -> None:

@@ -69,6 +69,9 @@ def register_backend(name: str, create: Create, options: Collection[str] = ()) -
 
     Raises:
         ConfigurationError: if the name is taken.
+
+    Example:
+        >>> register_backend("mine", MyBackend.create, options=["token"])  # doctest: +SKIP
     """
     if name in _backends:
         raise ConfigurationError(f"there is a rendezvous backend {name!r} already")
@@ -106,6 +109,10 @@ def create_handler(
     Raises:
         ConfigurationError: if an argument or a setting is invalid or unknown.
         RendezvousConnectionError: if the endpoint cannot be used.
+
+    Example:
+        >>> handler = create_handler("zmqgrad", "host0:29400", "job", 2, 4)  # doctest: +SKIP
+        >>> store, rank, world_size, number = handler.next_rendezvous()  # doctest: +SKIP
     """
     known = _backends.get(backend)
     if known is None:

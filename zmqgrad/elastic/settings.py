@@ -42,6 +42,10 @@ class RendezvousSettings:
 
     Raises:
         ConfigurationError: if a value is invalid.
+
+    Example:
+        >>> RendezvousSettings("job", min_nodes=2, max_nodes=4).keep_alive_interval
+        5.0
     """
 
     run_id: str

@@ -52,6 +52,12 @@ def init_process_group(
     Raises:
         RendezvousError, RendezvousTimeoutError, ConfigurationError: as :func:`zmqgrad.rendezvous.rendezvous`.
         ValueError, RuntimeError: as torch's function, for example if there is a default group already.
+
+    Example:
+        >>> zmqgrad.init_process_group("gloo", rank=0, world_size=1)
+        >>> torch.distributed.get_world_size()
+        1
+        >>> torch.distributed.destroy_process_group()
     """
     global _joined
     options = {"timeout": timeout, "pg_options": pg_options, "device_id": device_id, "group_name": group_name}
@@ -120,7 +126,11 @@ def _default_group() -> Any:
 
 
 def register_with_torch() -> None:
-    """Register ``zmq://`` with torch, unless that was done before."""
+    """Register ``zmq://`` with torch, unless that was done before.
+
+    Example:
+        >>> register_with_torch()  # after "import torch" that came later than "import zmqgrad"
+    """
     try:
         register(SCHEME, rendezvous_handler)
     except RuntimeError:

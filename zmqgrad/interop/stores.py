@@ -23,6 +23,10 @@ class TorchStore(CStore):  # type: ignore[misc]
 
     It defines the methods that torch's C++ code looks up by name, and those that the C++ base class would
     otherwise implement itself.
+
+    Example:
+        >>> isinstance(as_torch_store(HashStore()), TorchStore)
+        True
     """
 
     def __init__(self, store: Store) -> None:
@@ -129,6 +133,12 @@ def as_torch_store(store: Store) -> TorchStore:
 
     Raises:
         TypeError: if ``store`` is not a store of :mod:`zmqgrad.store`.
+
+    Example:
+        >>> store = as_torch_store(HashStore())
+        >>> store.set("step", "7")
+        >>> isinstance(store, torch.distributed.Store), store.get("step")
+        (True, b'7')
     """
     if isinstance(store, TorchStore):
         return store

@@ -64,6 +64,13 @@ def clip_grad_norm(
         ConfigurationError: if there are no references.
         RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
         Exception: the error of an owner.
+
+    Example:
+        >>> weight = rpc.remote("worker1", torch.ones, args=(4,), kwargs={"requires_grad": True})
+        >>> with dist_autograd.context() as context_id:
+        ...     dist_autograd.backward(context_id, [weight.rpc_sync().neg().sum()])
+        ...     clip_grad_norm(context_id, [weight], max_norm=1.0)  # the norm before
+        tensor(2., dtype=torch.float64)
     """
     norm_type = float(norm_type)  # torch accepts "inf"
     owners = group_by_owner(params_rref)

@@ -16,7 +16,17 @@ from zmqgrad.rpc import RRef
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step of an optimizer with ``versions=True`` did."""
+    """What a step of an optimizer with ``versions=True`` did.
+
+    Example:
+        >>> weight = rpc.remote("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5, versions=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     dist_autograd.backward(context_id, [weight.rpc_sync().exp().sum()])
+        ...     result = optimizer.step(context_id)
+        >>> result.staleness, result.applied  # no other trainer has stepped, so this step was taken
+        (0, True)
+    """
 
     staleness: int
     """How many steps of others had changed a parameter since the context read it, or since its own last
@@ -30,13 +40,13 @@ class StepResult:
 
 
 class DistributedOptimizer:
-    """Optimizes parameters on the workers that own them.
+    """Optimizes remote parameters, on the workers that own them.
 
     Args:
         optimizer_class: a class of ``torch.optim``, or a similar one, whose ``step`` needs no closure.
         params_rref: references to the parameters, or parameter groups as for torch's optimizers:
             dictionaries with ``params`` and options.
-        args, kwargs: the further arguments of ``optimizer_class`` on each owner.
+        args, kwargs: the further arguments of ``optimizer_class`` on each owner, such as the learning rate.
         versions: whether other trainers may step the same parameters while a context uses them. A step gives
             a parameter new memory if a context may have seen or saved the old, so every gradient is exact for
             the values that its forward pass has seen. All optimizers of these parameters must set it.
@@ -47,6 +57,15 @@ class DistributedOptimizer:
         ConfigurationError: if there are no parameters, an item is not a reference, ``step`` needs a
             closure, or ``max_staleness`` is negative or without ``versions``.
         Exception: the error of the constructor on an owner.
+
+    Example:
+        >>> weight = rpc.remote("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+        >>> with dist_autograd.context() as context_id:
+        ...     dist_autograd.backward(context_id, [weight.rpc_sync().exp().sum()])
+        ...     optimizer.step(context_id)
+        >>> weight.rpc_sync().detach()
+        tensor([-0.3591, -0.3591])
     """
 
     def __init__(

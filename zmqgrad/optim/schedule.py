@@ -44,6 +44,15 @@ class DistributedLRScheduler:
 
     Raises:
         Exception: the error of ``make`` on an owner.
+
+    Example:
+        >>> weight = rpc.remote("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.1)
+        >>> schedule = DistributedLRScheduler(optimizer, torch.optim.lr_scheduler.StepLR, step_size=10)
+        >>> with dist_autograd.context() as context_id:
+        ...     dist_autograd.backward(context_id, [weight.rpc_sync().exp().sum()])
+        ...     optimizer.step(context_id)
+        >>> schedule.step()
     """
 
     def __init__(

@@ -96,6 +96,13 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
     Raises:
         RendezvousError: if the scheme is taken.
+
+    Example:
+        >>> def meet(url, **settings):  # of mine://...
+        ...     yield HashStore(), 0, 1
+        >>> register_rendezvous_handler("mine", meet)
+        >>> next(rendezvous("mine://anywhere"))[1:]
+        (0, 1)
     """
     with _handlers_lock:
         if scheme in _handlers:
@@ -123,6 +130,12 @@ def rendezvous(
         RendezvousError: if a setting is missing or invalid, or the port is in use.
         RendezvousTimeoutError: if no store replies within ``timeout``.
         ConfigurationError: if the store would be reachable from other hosts without a secret.
+
+    Example:
+        >>> store, rank, world_size = next(rendezvous("env://"))  # RANK, WORLD_SIZE, MASTER_ADDR
+        >>> rank, world_size
+        (0, 1)
+        >>> store.close()
     """
     if not isinstance(url, str):
         raise TypeError(f"the URL of a rendezvous must be a str, not {type(url).__name__}")

@@ -92,6 +92,10 @@ def init_rpc(
         RendezvousError: if the rendezvous fails: setting missing, port in use, name or rank taken
             (``DuplicateWorkerError``), missing workers (``RendezvousTimeoutError``, with their names).
         RpcError: if this process has joined a group already.
+
+    Example:
+        >>> rpc.init_rpc("alone", rank=0, world_size=1)
+        >>> rpc.shutdown()
     """
     global _group, _joining
     check_name(name)
@@ -179,6 +183,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             handler during shutdown.
         RpcTimeoutError: if other workers did not call it in time, with their names. This worker has left all
             the same.
+
+    Example:
+        >>> rpc.init_rpc("alone", rank=0, world_size=1)
+        >>> rpc.shutdown()  # waits for all workers; with graceful=False it does not
     """
     global _group
     seconds = check_timeout(timeout)
@@ -269,6 +277,10 @@ def rpc_sync(
         PeerLostError: if ``to`` died.
         UnknownWorkerError, PayloadError, FunctionNotFoundError: if the call cannot be made.
         Exception: what ``func`` raised, with the remote traceback in its text.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        tensor([2., 2.])
     """
     worker = current_worker()
     with caller_range("sync", worker, to, func):
@@ -317,6 +329,11 @@ def rpc_async(
 
     Raises:
         UnknownWorkerError, PayloadError: if the call cannot be made.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 1), timeout=30)
+        >>> future.wait()
+        tensor([2., 2.])
     """
     worker = current_worker()
     try:
@@ -374,6 +391,13 @@ def remote(
     Raises:
         UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be made.
         DuplicateNameError: if another object has the ``name``; ``func`` is not called then.
+
+    Example:
+        >>> rref = rpc.remote("worker1", torch.zeros, args=(2,))
+        >>> rref.rpc_sync().add_(1)  # runs on worker1, as do the next calls with this reference
+        tensor([1., 1.])
+        >>> rref.to_here()
+        tensor([1., 1.])
     """
     worker = current_worker()
     with caller_range("remote", worker, to, func):
@@ -411,6 +435,14 @@ def checkpoint(  # type: ignore[misc]  # a ``timeout`` is never passed to ``func
     Raises:
         Exception: as :func:`rpc_sync`; ``backward`` raises what the second run raises.
         AutogradError: if ``func`` has changed an argument in place.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with dist_autograd.context() as context_id:
+        ...     loss = rpc.checkpoint("worker1", torch.exp, x).sum()
+        ...     dist_autograd.backward(context_id, [loss])  # worker1 computes exp again
+        ...     print(dist_autograd.get_gradients(context_id)[x])
+        tensor([2.7183, 2.7183])
     """
     worker = current_worker()
 
@@ -445,6 +477,10 @@ def checkpoint_async(  # type: ignore[misc]  # a ``timeout`` is never passed to 
 
     Raises:
         UnknownWorkerError, PayloadError: if the call cannot be made.
+
+    Example:
+        >>> rpc.checkpoint_async("worker1", torch.exp, torch.zeros(2)).wait()
+        tensor([1., 1.])
     """
     with current_worker().hooks.checkpointing():
         return rpc_async(to, func, args, kwargs, timeout)
@@ -458,13 +494,24 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
     Raises:
         UnknownWorkerError: if there is no worker of that name.
+
+    Example:
+        >>> rpc.get_worker_info()
+        WorkerInfo(id=0, name=worker0)
+        >>> rpc.get_worker_info("worker1").id
+        1
     """
     membership = current_worker().membership
     return membership.own.info if worker_name is None else membership.find(worker_name).info
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """All known members of the group, this worker included, sorted by id."""
+    """All known members of the group, this worker included, sorted by id.
+
+    Example:
+        >>> [info.name for info in rpc.get_worker_infos()]
+        ['worker0', 'worker1']
+    """
     return sorted((record.info for record in current_worker().membership.all()), key=lambda info: info.id)
 
 
@@ -480,6 +527,10 @@ def wait_for_workers(names: Sequence[str], timeout: float = UNSET_RPC_TIMEOUT) -
 
     Raises:
         RpcTimeoutError: if some have not joined in time, with their names.
+
+    Example:
+        >>> rpc.wait_for_workers(["worker1"], timeout=30)
+        [WorkerInfo(id=1, name=worker1)]
     """
     if isinstance(names, str):
         raise ArgumentTypeError(f"names must be a list of names, not the string {names!r}")
@@ -493,6 +544,9 @@ def on_join(callback: JoinCallback) -> None:
     """Call ``callback(info)`` for every worker that joins from now on, in an engine thread.
 
     Exceptions of the callback are logged.
+
+    Example:
+        >>> rpc.on_join(lambda info: print(info.name, "has joined"))
     """
     current_worker().events.on_join(callback)
 
@@ -501,6 +555,9 @@ def on_loss(callback: LossCallback) -> None:
     """Call ``callback(info, reason)`` for every worker that leaves or dies from now on, in an engine thread.
 
     Exceptions of the callback are logged.
+
+    Example:
+        >>> rpc.on_loss(lambda info, reason: print(info.name, "is lost:", reason))
     """
     current_worker().events.on_loss(callback)
 
@@ -516,22 +573,41 @@ def get_stats() -> dict[str, Any]:
         of bytes in flight to a peer through sockets, and by worker id the ``bytes`` in flight and what is
         ``waiting`` for credit. ``kept_warm``: bytes of free memory kept for the next large tensor from
         another host.
+
+    Example:
+        >>> rpc.get_stats()["arena"]["limit"]  # doctest: +SKIP
+        8589934592
     """
     return current_worker().mailbox.statistics()
 
 
 def get_debug_info() -> dict[str, Any]:
-    """What this worker is doing; see :func:`zmqgrad.rpc.debug.debug_info`."""
+    """What this worker is doing; see :func:`zmqgrad.rpc.debug.debug_info`.
+
+    Example:
+        >>> rpc.get_debug_info()["pending_calls"]
+        []
+    """
     return debug_info(current_worker())
 
 
 def is_available() -> bool:
-    """Whether RPC can be used in this process: always True."""
+    """Whether RPC can be used in this process: always True.
+
+    Example:
+        >>> rpc.is_available()
+        True
+    """
     return True
 
 
 def get_rpc_timeout() -> float:
-    """The default timeout of calls in seconds; 0: no limit."""
+    """The default timeout of calls in seconds; 0: no limit.
+
+    Example:
+        >>> rpc.get_rpc_timeout()
+        20.0
+    """
     return current_worker().default_timeout
 
 
@@ -543,6 +619,11 @@ def set_rpc_timeout(seconds: float) -> None:
 
     Raises:
         ConfigurationError: if it is negative.
+
+    Example:
+        >>> rpc.set_rpc_timeout(5)
+        >>> rpc.get_rpc_timeout()
+        5.0
     """
     current_worker().default_timeout = check_timeout(seconds)
 

@@ -52,7 +52,12 @@ class BackendValue(NamedTuple):
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether a backend ``backend_name`` is registered."""
+    """Whether a backend ``backend_name`` is registered.
+
+    Example:
+        >>> rpc.backend_registered("TENSORPIPE")
+        True
+    """
     return backend_name in _backends
 
 
@@ -76,6 +81,11 @@ def register_backend(
 
     Raises:
         RpcError: if the name is registered already.
+
+    Example:
+        >>> backend = rpc.register_backend("AUDITED", rpc.RpcBackendOptions, rpc.init_backend)
+        >>> rpc.backend_registered("AUDITED")
+        True
     """
     global BackendType
     if backend_registered(backend_name):
@@ -99,6 +109,10 @@ def construct_rpc_backend_options(
 
     Raises:
         ArgumentTypeError: if ``backend`` is not a member of ``BackendType``.
+
+    Example:
+        >>> rpc.construct_rpc_backend_options(rpc.BackendType.TENSORPIPE, rpc_timeout=10).rpc_timeout
+        10.0
     """
     handler = _value_of(backend).construct_rpc_backend_options_handler
     return handler(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
@@ -117,6 +131,9 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ArgumentTypeError: if ``backend`` is not a member of ``BackendType``, or returns something else.
         Exception: what the handler raised.
+
+    Example:
+        >>> rpc.init_backend("AUDITED", store=store, name="a", rank=0, world_size=1)  # doctest: +SKIP
     """
     group = _value_of(backend).init_backend_handler(*args, **kwargs)
     if not callable(getattr(group, "leave", None)):

@@ -37,6 +37,13 @@ def async_execution(fn: F) -> F:
 
     Returns:
         The decorated function; called locally, it behaves like ``fn``.
+
+    Example:
+        >>> @rpc.functions.async_execution
+        ... def add_there(to, x, y):  # worker1 runs this, and no thread of it waits for the sum
+        ...     return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda done: done.wait() * 2)
+        >>> rpc.rpc_sync("worker1", add_there, args=("worker0", torch.ones(2), 1))
+        tensor([4., 4.])
     """
 
     @functools.wraps(fn)

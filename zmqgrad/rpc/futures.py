@@ -150,7 +150,15 @@ def _check_callable(callback: object) -> None:
 
 
 class RpcFuture(PythonFuture[T]):
-    """The future that ``rpc_async`` returns."""
+    """The future that ``rpc_async`` returns.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", pow, args=(2, 3))
+        >>> future.then(lambda done: done.wait() + 1).wait()
+        9
+        >>> future.done(), future.value()
+        (True, 8)
+    """
 
     # Slots, because a dictionary for all of them takes as long to create as torch's future.
     __slots__ = ("_queue", "batched", "called_back", "description", "message_id", "peer", "waiting")

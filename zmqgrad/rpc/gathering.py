@@ -54,6 +54,10 @@ def broadcast(
 
     Raises:
         UnknownWorkerError: if one of them does not exist; then no call is sent.
+
+    Example:
+        >>> rpc.wait_all(rpc.broadcast(["worker0", "worker1"], torch.sqrt, args=(torch.tensor(4.0),)))
+        [tensor(2.), tensor(2.)]
     """
     worker = current_worker()
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
@@ -92,6 +96,11 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
         RpcTimeoutError: if they are not done in time.
         ArgumentTypeError: if one of them is not a future.
         Exception: what the first future to fail raised.
+
+    Example:
+        >>> futures = [rpc.rpc_async("worker1", pow, args=(2, n)) for n in range(4)]
+        >>> rpc.wait_all(futures, timeout=30)
+        [1, 2, 4, 8]
     """
     futures = list(futures)
     for future in futures:

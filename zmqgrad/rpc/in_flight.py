@@ -145,6 +145,10 @@ def time_left() -> float:
     Returns:
         0 once its caller has stopped waiting (timeout, cancellation, loss); infinite if the call has no time
         limit, and outside of calls.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", rpc.time_left, timeout=30) <= 30
+        True
     """
     request = served()
     return math.inf if request is None else request.left()
@@ -162,6 +166,15 @@ def cancelled() -> bool:
 
     Returns:
         True once the time of the call is over, or its caller stopped waiting or died. False outside of calls.
+
+    Example:
+        >>> def count():
+        ...     n = 0
+        ...     while n < 1000 and not rpc.cancelled():  # nobody needs the rest
+        ...         n += 1
+        ...     return n
+        >>> rpc.rpc_sync("worker1", count)
+        1000
     """
     request = served()
     return request is not None and request.is_over()

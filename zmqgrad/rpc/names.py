@@ -165,6 +165,11 @@ def get_ref(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
     Raises:
         RpcTimeoutError: if there is none in time; the message has the names that exist.
         NotInitializedError: if this worker is shut down meanwhile.
+
+    Example:
+        >>> created = rpc.remote("worker1", dict, kwargs={"step": 7}, name="state")
+        >>> rpc.get_ref("state", timeout=30).to_here()
+        {'step': 7}
     """
     worker, key = current_worker(), _PREFIX + check_ref_name(name)
     directory, seconds = worker.directory, worker.resolve_timeout(timeout)
@@ -188,6 +193,13 @@ def remove_ref(name: str) -> bool:
 
     Returns:
         Whether an object had the name.
+
+    Example:
+        >>> rref = rpc.remote("worker1", dict, name="state")
+        >>> rpc.get_ref("state").owner_name()
+        'worker1'
+        >>> rpc.remove_ref("state")
+        True
     """
     worker, key = current_worker(), _PREFIX + check_ref_name(name)
     raw = worker.directory.read(key)
@@ -215,6 +227,10 @@ def watch_ref(name: str, callback: RefCallback) -> Follower:
 
     Returns:
         An object whose ``close()`` ends the watch. Shutdown ends it, too.
+
+    Example:
+        >>> watch = rpc.watch_ref("state", lambda rref: None)  # called with None while nothing has the name
+        >>> watch.close()
     """
     worker, key = current_worker(), _PREFIX + check_ref_name(name)
     shown = 0  # the number of the claim that the callback knows; 0: none

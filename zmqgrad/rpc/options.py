@@ -99,6 +99,13 @@ class RpcBackendOptions:
 
     Raises:
         ConfigurationError: if a value is invalid.
+
+    Example:
+        >>> options = rpc.RpcBackendOptions(rpc_timeout=10, num_worker_threads=4)
+        >>> rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        >>> rpc.get_rpc_timeout()
+        10.0
+        >>> rpc.shutdown()
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC
@@ -237,7 +244,12 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """The name of these settings in torch, with torch's order of arguments."""
+    """The name of these settings in torch, with torch's order of arguments.
+
+    Example:
+        >>> rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=0).num_worker_threads
+        8
+    """
 
     def __init__(
         self,

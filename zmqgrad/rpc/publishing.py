@@ -115,6 +115,12 @@ def publish(
             is new, or of another shape or dtype.
         DuplicateNameError: if another worker, which is alive, publishes this name.
         RpcTimeoutError: if there is not enough memory in time. It says who holds which versions.
+
+    Example:
+        >>> rpc.publish("weights", {"bias": torch.ones(2)})
+        1
+        >>> rpc.publish("weights", {"bias": torch.zeros(2)})
+        2
     """
     worker = current_worker()
     if not isinstance(name, str) or not name:

@@ -33,6 +33,13 @@ class PublishedTensors(dict[str, torch.Tensor]):
 
     They are in memory of this reader: on the host of the publisher in a private mapping, of which no page is
     copied before it is written. Writing to them changes nothing elsewhere, and no later version.
+
+    Example:
+        >>> version = rpc.publish("weights", {"bias": torch.ones(2)})
+        >>> with rpc.subscribe("weights") as weights:
+        ...     newest = weights.tensors
+        >>> newest.version == version, newest["bias"]
+        (True, tensor([1., 1.]))
     """
 
     version: int
@@ -43,6 +50,12 @@ class Subscription:
 
     ``async for tensors in subscription`` yields the newest version, then each newer one; versions that were
     soon replaced may be left out.
+
+    Example:
+        >>> version = rpc.publish("weights", {"bias": torch.ones(2)})
+        >>> with rpc.subscribe("weights") as weights:
+        ...     print(weights.wait(newer_than=version - 1).version == version)
+        True
     """
 
     def __init__(
@@ -247,6 +260,12 @@ def subscribe(
     Raises:
         RpcTimeoutError: if there is no version in time; it says which names there are.
         ConfigurationError: if there is no such part.
+
+    Example:
+        >>> version = rpc.publish("weights", {"bias": torch.ones(2)})
+        >>> with rpc.subscribe("weights") as weights:
+        ...     print(weights.tensors["bias"])
+        tensor([1., 1.])
     """
     worker = current_worker()
     if not isinstance(name, str) or not name:

@@ -65,6 +65,15 @@ class Store(ABC):
 
     Every call may raise ``StoreError`` (the store cannot be reached, or refused), ``StoreTimeoutError``
     (no reply in time), ``TypeError`` and ``ConfigurationError`` (invalid arguments).
+
+    Example:
+        >>> store: Store = HashStore()
+        >>> store.set("step", "7")
+        >>> store.get("step")
+        b'7'
+        >>> store.add("workers", 2)
+        2
+        >>> store.wait(["step", "workers"], timeout=30)
     """
 
     _request: Callable[[Message, float], Message]

@@ -51,6 +51,14 @@ class TCPStore(Store):
         JournalError: if the journal is damaged, in use, or cannot be opened.
         StoreTimeoutError: if no store replies, or too few workers connect, within ``timeout``.
         StoreError: if the two ends have different secrets, or only one of them has a secret.
+
+    Example:
+        >>> store = TCPStore("127.0.0.1", 0, is_master=True)  # port 0: the system picks one
+        >>> with TCPStore("127.0.0.1", store.port) as client:
+        ...     client.set("step", "7")
+        >>> store.get("step")
+        b'7'
+        >>> store.close()
     """
 
     def __init__(

@@ -24,6 +24,14 @@ class WatchEvent(NamedTuple):
 
     ``revision`` is the store's after that change, or a later one if several changes were merged. It increases
     from event to event of a key as long as the server runs, or has a journal.
+
+    Example:
+        >>> store = HashStore()
+        >>> with store.watch("step", timeout=30) as changes:
+        ...     store.set("step", "7")
+        ...     event = next(changes)
+        >>> event.key, event.old, event.new
+        ('step', None, b'7')
     """
 
     key: str

@@ -39,6 +39,10 @@ class FileStore(Store):
     Raises:
         StoreError: if the file cannot be opened or is another kind of file.
         ConfigurationError: if it is on a network file system, and that was not allowed.
+
+    Example:
+        >>> with FileStore("/tmp/zmqgrad-example/store") as store:  # doctest: +SKIP
+        ...     store.set("step", "7")
     """
 
     def __init__(

@@ -54,6 +54,12 @@ class HashStore(Store):
     Args:
         timeout: how long blocking calls wait.
         table: the table of the store that this one is a clone of; None: a new one.
+
+    Example:
+        >>> store = HashStore()
+        >>> store.set("step", "7")
+        >>> store.compare_set("step", "7", "8")
+        b'8'
     """
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, table: Table | None = None) -> None:

@@ -21,6 +21,12 @@ class PrefixStore(Store):
 
     Args:
         owned: closing the view also closes the underlying store.
+
+    Example:
+        >>> store = HashStore()
+        >>> PrefixStore("job1", store).set("step", "7")
+        >>> store.list_keys()
+        ['job1/step']
     """
 
     def __init__(self, prefix: str, store: Store, *, owned: bool = False) -> None:

@@ -49,6 +49,13 @@ class StoreServer:
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if it cannot listen there.
         JournalError: if the journal is damaged, in use, or cannot be opened.
+
+    Example:
+        >>> server = StoreServer("tcp://127.0.0.1:0")  # port 0: the system picks one
+        >>> with TCPStore("127.0.0.1", server.port) as store:
+        ...     store.add("workers", 1)
+        1
+        >>> server.close()
     """
 
     def __init__(

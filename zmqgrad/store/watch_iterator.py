@@ -89,6 +89,13 @@ class Watch:
 
     A slow loop may miss values that were soon replaced, never the last value of a key. The loop ends when the
     watch or the store is closed. You should close it, or use it in a ``with``.
+
+    Example:
+        >>> store = HashStore()
+        >>> with store.watch("step", timeout=30) as changes:
+        ...     store.set("step", "7")
+        ...     print(next(changes).new)
+        b'7'
     """
 
     def __init__(

@@ -31,7 +31,13 @@ __all__ = ["Cluster", "cluster"]
 
 
 class Cluster:
-    """``workers`` named ``worker0``, ``worker1``, ... on one ``network``, timed by ``clock``."""
+    """``workers`` named ``worker0``, ``worker1``, ... on one ``network``, timed by ``clock``.
+
+    Example:
+        >>> with cluster(2) as workers, workers.acting(1):
+        ...     rpc.get_worker_info().name
+        'worker1'
+    """
 
     def __init__(
         self,
@@ -98,6 +104,11 @@ def cluster(
         options: of all workers; None: the defaults, with a timeout of 20 s.
         clock: with a ``ManualClock``, the test controls when calls time out.
         hosts: the name of the host of each worker; empty: all are on one.
+
+    Example:
+        >>> with cluster(3) as workers:
+        ...     print(rpc.rpc_sync("worker2", torch.add, args=(1, 2)))
+        tensor(3)
     """
     workers = Cluster(size, options, clock, hosts)
     try:

@@ -45,6 +45,13 @@ class Job:
 
     Raises:
         TraceError: if the directory has no readable logs, or none of this job.
+
+    Example:
+        >>> with trace.record(directory):
+        ...     rpc.rpc_sync("worker1", pow, args=(2, 3))
+        8
+        >>> [call.function for call in trace.Job(directory).calls()]
+        ['builtins:pow']
     """
 
     def __init__(

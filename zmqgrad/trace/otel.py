@@ -96,10 +96,20 @@ def instrument(tracer_provider: TracerProvider | None = None) -> None:
 
     Args:
         tracer_provider: where the spans go; None: OpenTelemetry's global one.
+
+    Example:
+        >>> otel.instrument()  # with the provider of the program
+        >>> rpc.rpc_sync("worker1", pow, args=(2, 3))
+        8
+        >>> otel.uninstrument()
     """
     tap.spans = _Spans(trace.get_tracer("zmqgrad", tracer_provider=tracer_provider))
 
 
 def uninstrument() -> None:
-    """Makes no spans any more. Idempotent."""
+    """Makes no spans any more. Idempotent.
+
+    Example:
+        >>> otel.uninstrument()
+    """
     tap.spans = None

@@ -180,6 +180,15 @@ def count(registry: CollectorRegistry | None = None) -> CollectorRegistry:
 
     Returns:
         The registry.
+
+    Example:
+        >>> registry = prometheus.count()
+        >>> rpc.rpc_sync("worker1", pow, args=(2, 3))
+        8
+        >>> labels = {"worker": "worker0", "type": "CALL", "direction": "sent"}
+        >>> registry.get_sample_value("zmqgrad_messages_total", labels)
+        1.0
+        >>> prometheus.stop()
     """
     registry = CollectorRegistry() if registry is None else registry
     before = tapping.active()
@@ -189,7 +198,12 @@ def count(registry: CollectorRegistry | None = None) -> CollectorRegistry:
 
 
 def stop() -> None:
-    """Stops counting; a trace that is recorded continues."""
+    """Stops counting; a trace that is recorded continues.
+
+    Example:
+        >>> registry = prometheus.count()
+        >>> prometheus.stop()
+    """
     before = tapping.active()
     if isinstance(before, Counting):
         tapping.activate(before.inner)
@@ -229,6 +243,10 @@ def serve(port: int, address: str = "127.0.0.1", registry: CollectorRegistry | N
 
     Raises:
         TraceError: if it cannot listen there.
+
+    Example:
+        >>> endpoint = prometheus.serve(0)  # port 0: the system picks one
+        >>> endpoint.close()
     """
     registry = CollectorRegistry() if registry is None else registry
     try:

@@ -271,6 +271,11 @@ def record(
 
     Raises:
         TraceError: if the directory cannot be created or written to.
+
+    Example:
+        >>> with trace.record(directory):
+        ...     rpc.rpc_sync("worker1", pow, args=(2, 3))
+        8
     """
     recorder = Recorder(directory, job=job, arguments=arguments, heartbeats=heartbeats, max_events=max_events)
     before = tapping.activate(recorder)
@@ -308,6 +313,10 @@ def launch_environment(directory: Path | str) -> dict[str, str]:
 
     Raises:
         TraceError: if the directory cannot be created or written to.
+
+    Example:
+        >>> sorted(trace.launch_environment(directory))
+        ['ZMQGRAD_TRACE', 'ZMQGRAD_TRACE_JOB']
     """
     return {
         environment.TRACE: str(Recorder(directory).directory),

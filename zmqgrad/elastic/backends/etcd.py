@@ -33,6 +33,9 @@ class EtcdBackend(RendezvousBackend):
 
     Raises:
         ConfigurationError: if ``etcd3gw`` is not installed, or an option is invalid.
+
+    Example:
+        >>> backend = EtcdBackend([("etcd0", 2379)], "job")  # doctest: +SKIP
     """
 
     name = "etcd"

@@ -34,6 +34,12 @@ class StoreBackend(RendezvousBackend):
         owned: :meth:`close` closes ``store``, too. Otherwise that is yours to close afterwards.
         may_restart: the process that serves ``store`` may be started again with its contents. Otherwise, a
             server that is known to have ended is lost.
+
+    Example:
+        >>> backend = StoreBackend(HashStore(), "job")
+        >>> backend.get_state() is None  # no node has joined
+        True
+        >>> backend.close()
     """
 
     name = "zmqgrad"

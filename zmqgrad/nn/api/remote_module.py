@@ -80,6 +80,13 @@ class RemoteModule(nn.Module, RpcSerializable):
         NotInitializedError: before ``init_rpc``.
         ConfigurationError: if ``remote_device`` is malformed.
         UnknownWorkerError: if the worker does not exist.
+
+    Example:
+        >>> layer = RemoteModule("worker1/cpu", torch.nn.Linear, args=(3, 2))
+        >>> layer(torch.ones(4, 3)).shape
+        torch.Size([4, 2])
+        >>> len(layer.remote_parameters())
+        2
     """
 
     on: str | int

@@ -27,6 +27,13 @@ class GroupFuture(PythonFuture[list[T]]):
     Attributes:
         members: of the group, as they were when the call was made.
         futures: of the result of each member.
+
+    Example:
+        >>> future = rpc.group("worker*").call_async(pow, args=(2, 3))
+        >>> sorted((worker.name, result.wait()) for worker, result in future.as_completed())
+        [('worker0', 8), ('worker1', 8)]
+        >>> future.wait()
+        [8, 8]
     """
 
     def __init__(self, call: GroupCall, futures: Sequence[RpcFuture[T]]) -> None:

@@ -37,6 +37,15 @@ class WorkerGroup(Sequence[WorkerInfo]):
     the order of their ranks. All others are fixed, as are those of a slice.
 
     A group can be sent to other workers.
+
+    Example:
+        >>> workers = rpc.group("worker*")
+        >>> [info.name for info in workers]
+        ['worker0', 'worker1']
+        >>> workers.choose(pow, args=(2, 3))  # on the worker with the fewest pending calls
+        8
+        >>> workers.remote(dict, kwargs={"step": 7}).to_here()
+        [{'step': 7}, {'step': 7}]
     """
 
     __slots__ = ("_terms", "_turn")
@@ -333,6 +342,12 @@ def group(workers: str | int | WorkerInfo | Iterable[str | int | WorkerInfo]) ->
     Raises:
         UnknownWorkerError: if there is no worker of a name or rank.
         ArgumentTypeError: if ``workers`` are none of these.
+
+    Example:
+        >>> rpc.group("worker*").call(pow, args=(2, 3))
+        [8, 8]
+        >>> rpc.group(["worker1", 0]).map(pow, [(2, 3), (2, 4)])
+        [8, 16]
     """
     if isinstance(workers, WorkerGroup):
         return workers

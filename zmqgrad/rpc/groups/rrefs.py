@@ -26,6 +26,11 @@ class RRefGroup(Sequence[RRef[T]]):
 
     Args:
         rrefs: the references; those of several groups, for example.
+
+    Example:
+        >>> counters = rpc.group("worker*").remote(torch.zeros, args=(1,))
+        >>> counters.rpc_sync().add_(2)
+        [tensor([2.]), tensor([2.])]
     """
 
     __slots__ = ("_rrefs",)

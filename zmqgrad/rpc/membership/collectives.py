@@ -44,6 +44,10 @@ def all_gather(
             call later no longer match.
         UnknownWorkerError: if a name is unknown, or this worker is not a participant.
         PeerLostError: if a participant has died, or dies before all have called this.
+
+    Example:
+        >>> rpc.all_gather(0.5, workers=["worker0"])  # None: all workers of the group
+        {'worker0': 0.5}
     """
     worker = current_worker()
     names = tuple(sorted({r.name for r in worker.membership.all()} if workers is None else set(workers)))
@@ -73,6 +77,9 @@ def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIM
 
     Raises:
         Exception: as :func:`all_gather`.
+
+    Example:
+        >>> rpc.barrier(workers=["worker0"], timeout=30)  # None: all workers of the group
     """
     all_gather(None, workers, timeout)
 

@@ -18,7 +18,13 @@ MAX_NAME = 128
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """Name and id (rank) of a worker. Calls can be addressed to it."""
+    """Name and id (rank) of a worker. Calls can be addressed to it.
+
+    Example:
+        >>> there = rpc.get_worker_info("worker1")
+        >>> rpc.rpc_sync(there, pow, args=(2, 3))
+        8
+    """
 
     name: str
     id: int

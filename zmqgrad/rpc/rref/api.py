@@ -42,6 +42,13 @@ class RRef(SerializedByReference, Generic[T]):
         value: the value.
         type_hint: the type of the value, for display.
         devices: ignored; for compatibility with torch.
+
+    Example:
+        >>> rref = rpc.RRef(torch.ones(2))
+        >>> rref.is_owner(), rref.owner_name()
+        (True, 'worker0')
+        >>> rpc.rpc_sync("worker1", lambda there: there.to_here() + 1, args=(rref,))
+        tensor([2., 2.])
     """
 
     __slots__ = ("__weakref__", "_worker", "handle")

@@ -43,6 +43,10 @@ class EtcdStore(Store):
     Raises:
         ConfigurationError: if the package ``etcd3gw`` is not installed, or an argument is invalid.
         StoreError: if no member replies within ``timeout``, or the cluster refuses.
+
+    Example:
+        >>> with EtcdStore("etcd0,etcd1,etcd2", "job1") as store:  # doctest: +SKIP
+        ...     store.set("step", "7")
     """
 
     def __init__(

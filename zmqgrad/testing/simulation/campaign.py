@@ -154,6 +154,15 @@ def simulate(
     Raises:
         SimulationFailed: at the first seed that fails.
         ConfigurationError: the processes cannot import ``program``, or ``inline`` is to run several seeds.
+
+    Example:
+        >>> def program(rank):  # in a module
+        ...     rpc.init_rpc(f"worker{rank}")
+        ...     result = rpc.rpc_sync("worker1", pow, args=(2, 3)) if rank == 0 else None
+        ...     rpc.shutdown()
+        ...     return result
+        >>> [run.results for run in simulate(program, workers=2, seeds=2)]  # doctest: +SKIP
+        [[8, None], [8, None]]
     """
     faults = faults or Faults()
 
