@@ -129,3 +129,11 @@ def test_links_to_examples_work_in_the_site(page: Path) -> None:
         target = (page.parent / link).resolve()
         assert target.parent == DOCS / "examples", link
         assert (DOCS.parent / "examples" / target.name).is_file(), link
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("tutorials/*.md")), ids=lambda page: page.stem)
+def test_a_tutorial_links_to_the_whole_of_its_programs(page: Path) -> None:
+    text = page.read_text()
+    shown = set(re.findall(r"examples/(\w+\.py)", text))
+    assert shown
+    assert shown == set(re.findall(r"\]\(\.\./\.\./examples/(\w+\.py)\)", text))
