@@ -38,8 +38,9 @@ docs:  ## the documentation site, in build/site
 	tools/docs/scripts
 	.venv/bin/python -m tools.docs.site
 
-docs-check: docs  ## every page of the site in headless Chromium, on a desktop and a phone, light and dark
+docs-check: docs  ## every page of the site in headless Chromium, on a desktop and a phone, light and dark; and searches
 	.venv/bin/python -m tools.docs.visit
+	.venv/bin/python -m tools.docs.search
 
 dist:  ## sdist and wheel of the last commit in dist/, tried in an environment of their own
 	tools/setup
