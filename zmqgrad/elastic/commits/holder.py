@@ -260,9 +260,12 @@ class Holder:
             found = self._parts.get(part)
             if isinstance(found, Place):
                 return found
+            node = round.nodes.get(part)
+            if found is None and node is None:
+                raise CommitError(f"commit {part.commit.number} has no part of rank {rank}")
             self._fetching.add(part)
         try:
-            data = found if found is not None else round.peers.fetch(round.nodes[part], part)
+            data = found if found is not None else round.peers.fetch(node or 0, part)
             segment = Segment(len(data))
             segment.map[: len(data)] = data
             with self._changed:
@@ -331,7 +334,9 @@ class Holder:
         """
         with self._changed:
             round = self._current()
-            segment = self._writing.pop(rank)
+            segment = self._writing.pop(rank, None)
+            if segment is None:
+                raise CommitError(f"rank {rank} was given no memory for commit {number}")
             for owner, offset, size in parts:
                 part = PartId(round.commit(number), owner, shards)
                 self._parts[part] = Place(segment, offset, size)

@@ -237,7 +237,7 @@ class OtherAgents:
             return
         with contextlib.suppress(StoreError):  # it may be gone
             self._store.unwatch_key(_WHOLE, self._on_whole)
-        mailbox.close("the round has ended")
+        mailbox.close()  # without a last message, which would wait for hosts that are lost
         self._pool.close()
         deadline = Deadline.after(CLOSE_SECONDS)
         left = mailbox.join(deadline) + self._pool.join(deadline)

@@ -119,7 +119,7 @@ class CommitServer:
     def _serve(self, connection: socket.socket, holder: Holder) -> None:
         try:
             _Worker(connection, holder, self._check).serve()
-        except (OSError, ValueError) as e:  # it was killed, or sends what no worker does
+        except OSError as e:
             logger.debug("a worker has gone: %s", e)
         finally:
             with self._lock:
@@ -146,11 +146,17 @@ class _Worker:
 
     def serve(self) -> None:
         """Serve it until it ends."""
+        from msgspec import MsgspecError
+
         from zmqgrad.elastic.commits.connection import MAX_PACKET_BYTES, Done, Written, decode_request, encode
         from zmqgrad.errors import ZmqgradError
 
         while data := self._connection.recv(MAX_PACKET_BYTES):
-            request = decode_request(data)
+            try:
+                request = decode_request(data)
+            except MsgspecError as error:
+                logger.warning("a worker of another version is not served: %s", error)
+                return
             try:
                 reply, fds = self._reply(request)
             except ZmqgradError as error:
