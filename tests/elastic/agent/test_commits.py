@@ -134,6 +134,6 @@ def test_the_last_commit_survives_all_agents_on_disk(job: Job, tmp_path: Path) -
         node.find("saved")
     for node in nodes:
         node.process.kill()
-    alone = job.start(code, nodes="1:2")
+    alone = job.start(code + "sys.exit()\n", nodes="1:2")
     alone.find(rf"restored 0 True 3 {rows(3, 0, 1)}")
     assert alone.wait() == 0
