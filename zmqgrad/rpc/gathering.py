@@ -12,16 +12,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
-from zmqgrad.errors import ArgumentTypeError, PeerLostError, RpcTimeoutError
-from zmqgrad.rpc.calls import PendingCall
+from zmqgrad.errors import ArgumentTypeError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import RpcFuture
-from zmqgrad.rpc.groups.sending import SharedCall
+from zmqgrad.rpc.groups.future import GroupFuture
+from zmqgrad.rpc.groups.sending import same_for_all
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
@@ -64,20 +62,8 @@ def broadcast(
     find = worker.membership.find
     peers = worker.membership.all() if workers is None else [find(w, deadline.timeout()) for w in workers]
     seconds = 0.0 if deadline.timeout() is None else max(1e-6, deadline.left())  # 0 would be no limit
-    shared = SharedCall(worker, peers, partial(serialize_call, func, args, kwargs))
-    calls: list[PendingCall] = []
-    futures: list[RpcFuture[T]] = []
-    try:
-        for peer in peers:
-            ready = shared.to(peer)
-            try:
-                calls.append(worker.request_call(peer.id, *ready, seconds, func))
-                futures.append(worker.future(calls[-1]))
-            except PeerLostError as e:
-                futures.append(worker.replies.failed_future(e))
-    finally:
-        shared.release([call.promise for call in calls])
-    return futures
+    call = same_for_all(worker, peers, (func, args, kwargs), seconds, "return")
+    return list(GroupFuture[T](call).futures)
 
 
 def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import TypeVar
 
 from zmqgrad.errors import GroupError
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.futures import PythonFuture, RpcFuture
-from zmqgrad.rpc.groups.sending import GroupCall, Send
+from zmqgrad.rpc.groups.sending import GroupCall
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.future import Promise
@@ -36,10 +36,17 @@ class GroupFuture(PythonFuture[list[T]]):
         [8, 8]
     """
 
-    def __init__(self, call: GroupCall, futures: Sequence[RpcFuture[T]]) -> None:
+    def __init__(self, call: GroupCall) -> None:
+        """Sends the requests of ``call``."""
         super().__init__()
+        replies = call.worker.replies
         self.members: tuple[WorkerInfo, ...] = tuple([peer.info for peer in call.peers])
-        self.futures: tuple[RpcFuture[T], ...] = tuple(futures)
+        self.futures: tuple[RpcFuture[T], ...] = tuple(
+            [
+                replies.future(each) if isinstance(each, PendingCall) else replies.failed_future(each)
+                for each in call.send()
+            ]
+        )
         self._call = call
         unfinished = itertools.count(len(self.futures) - 1, -1)  # counts down; ``next`` is atomic
         for future in self.futures:
@@ -68,15 +75,3 @@ class GroupFuture(PythonFuture[list[T]]):
 
 def _set_next(order: Iterator[Promise[int]], index: int, _: object) -> None:
     next(order).set_result(index)
-
-
-def send_async(call: GroupCall, send: Send) -> GroupFuture[T]:
-    """Sends the requests of ``call``, and returns the future of their results."""
-    replies = call.worker.replies
-    return GroupFuture(
-        call,
-        [
-            replies.future(each) if isinstance(each, PendingCall) else replies.failed_future(each)
-            for each in call.send(send)
-        ],
-    )

@@ -13,9 +13,16 @@ from zmqgrad.rpc.api import rpc_async, rpc_sync
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import RpcFuture
-from zmqgrad.rpc.groups.future import GroupFuture, send_async
+from zmqgrad.rpc.groups.future import GroupFuture
 from zmqgrad.rpc.groups.rrefs import RRefGroup
-from zmqgrad.rpc.groups.sending import GroupCall, OnErrors, Send, SharedCall, check_errors
+from zmqgrad.rpc.groups.sending import (
+    GroupCall,
+    OnErrors,
+    SharedCall,
+    check_errors,
+    same_for_all,
+    send_call,
+)
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef, call_remote
@@ -124,8 +131,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
             UnknownWorkerError: if the group has no members.
             PayloadError: if the call cannot be serialized.
         """
-        group_call, send = self._shared(func, args, kwargs, timeout, errors)
-        return group_call.send_and_wait(send)
+        return self._call(func, args, kwargs, timeout, errors).send_and_wait()
 
     def call_async(
         self,
@@ -145,26 +151,11 @@ class WorkerGroup(Sequence[WorkerInfo]):
         Raises:
             UnknownWorkerError, PayloadError: if the call cannot be made.
         """
-        group_call, send = self._shared(func, args, kwargs, timeout, errors)
-        return send_async(group_call, send)
+        return GroupFuture(self._call(func, args, kwargs, timeout, errors))
 
-    def _shared(
-        self, func: Any, args: Any, kwargs: Any, timeout: float, errors: OnErrors
-    ) -> tuple[GroupCall, Send]:
-        """A call with the same arguments for all members."""
-        worker = current_worker()
-        group_call = self._begin(worker, func, timeout, errors)
-        shared = SharedCall(worker, group_call.peers, partial(serialize_call, func, args, kwargs))
-        group_call.shared = shared
-
-        def send(_: int, peer: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
-            reference, serialized = shared.to(peer)
-            on_id = worker.client.describer(reference, func, args, kwargs)
-            return worker.request_call(
-                peer.id, reference, serialized, seconds, func, on_id=on_id, reply_to=reply_to
-            )
-
-        return group_call, send
+    def _call(self, func: Any, args: Any, kwargs: Any, timeout: float, errors: OnErrors) -> GroupCall:
+        worker, peers, seconds = self._begin(timeout, errors)
+        return same_for_all(worker, peers, (func, args, kwargs), seconds, errors)
 
     def map(
         self,
@@ -186,8 +177,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
             ConfigurationError: if ``args`` are for fewer or more members than there are.
             GroupError, UnknownWorkerError, PayloadError: as for :meth:`call`.
         """
-        group_call, send = self._mapped(func, args, kwargs, timeout, errors)
-        return group_call.send_and_wait(send)
+        return self._map(func, args, kwargs, timeout, errors).send_and_wait()
 
     def map_async(
         self,
@@ -205,30 +195,25 @@ class WorkerGroup(Sequence[WorkerInfo]):
         Raises:
             ConfigurationError, UnknownWorkerError, PayloadError: if the call cannot be made.
         """
-        group_call, send = self._mapped(func, args, kwargs, timeout, errors)
-        return send_async(group_call, send)
+        return GroupFuture(self._map(func, args, kwargs, timeout, errors))
 
-    def _mapped(
+    def _map(
         self, func: Any, args: Iterable[Sequence[Any]], kwargs: Any, timeout: float, errors: OnErrors
-    ) -> tuple[GroupCall, Send]:
-        worker = current_worker()
-        group_call = self._begin(worker, func, timeout, errors)
-        each = list(args)
-        if len(each) != len(group_call.peers):
+    ) -> GroupCall:
+        worker, peers, seconds = self._begin(timeout, errors)
+        whats = [(func, each, kwargs) for each in args]
+        if len(whats) != len(peers):
             raise ConfigurationError(
-                f"map got {len(each)} sets of arguments for {len(group_call.peers)} members of {self!r}: "
-                f"give one tuple of arguments for each member, in the order of the members; choose_async "
-                f"divides any number of calls among them"
+                f"map got {len(whats)} sets of arguments for {len(peers)} members of {self!r}: give one "
+                f"tuple of arguments for each member, in the order of the members; choose_async divides any "
+                f"number of calls among them"
             )
 
-        def send(index: int, peer: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
-            reference, serialized = serialize_call(func, each[index], kwargs, worker.contexts.for_calls(peer))
-            on_id = worker.client.describer(reference, func, each[index], kwargs)
-            return worker.request_call(
-                peer.id, reference, serialized, seconds, func, on_id=on_id, reply_to=reply_to
-            )
+        def request(index: int, peer: WorkerRecord, left: float, reply_to: int) -> PendingCall:
+            call = serialize_call(*whats[index], worker.contexts.for_calls(peer))
+            return send_call(worker, peer, call, left, reply_to, whats[index])
 
-        return group_call, send
+        return GroupCall(worker, peers, func, seconds, errors, request)
 
     def remote(
         self,
@@ -248,8 +233,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
         Raises:
             UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be made.
         """
-        worker = current_worker()
-        peers = self._peers(worker, worker.resolve_timeout(timeout))
+        worker, peers, _ = self._begin(timeout)
         shared = SharedCall(worker, peers, partial(serialize_call, func, args, kwargs))
         made: list[RRef[T]] = []
         try:
@@ -259,20 +243,16 @@ class WorkerGroup(Sequence[WorkerInfo]):
         finally:
             shared.release([p for rref in made if (p := rref.handle.creation) is not None])
 
-    def _begin(self, worker: Worker, what: Any, timeout: float, errors: OnErrors) -> GroupCall:
-        check_errors(errors)
-        seconds = worker.resolve_timeout(timeout)
-        return GroupCall(worker, self._peers(worker, seconds), what, seconds, errors)
-
-    def _peers(self, worker: Worker, seconds: float) -> list[WorkerRecord]:
+    def _begin(self, timeout: float, errors: OnErrors = "raise") -> tuple[Worker, list[WorkerRecord], float]:
         """The members, at least one. In a dynamic group one may have joined that is not known here yet."""
-        membership = worker.membership
-        members = self.members
+        check_errors(errors)
+        worker = current_worker()
+        membership, seconds, members = worker.membership, worker.resolve_timeout(timeout), self.members
         if not members and self._terms and membership.update_from_store is not None:
             membership.update_from_store(seconds or None)
             members = self.members
         if members:
-            return [membership.record(info.id) for info in members]
+            return worker, [membership.record(info.id) for info in members], seconds
         known = ", ".join(f"{r.name} ({r.id})" for r in sorted(membership.all(), key=lambda r: r.id))
         raise UnknownWorkerError(
             f"{self!r} has no members, so nothing can be called on it: no present worker has such a name. "
@@ -320,8 +300,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
         return rpc_async(self._choose(timeout), func, args, kwargs, timeout)
 
     def _choose(self, timeout: float) -> WorkerInfo:
-        worker = current_worker()
-        peers = self._peers(worker, worker.resolve_timeout(timeout))
+        worker, peers, _ = self._begin(timeout)
         peers = [peer for peer in peers if peer.id not in worker.lost] or peers
         load = Counter(call.peer for call in worker.client.pending.all())
         self._turn += 1

@@ -9,13 +9,15 @@ from typing import Any, TypeVar, overload
 from zmqgrad.errors import RRefError
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.groups.future import GroupFuture, send_async
-from zmqgrad.rpc.groups.sending import GroupCall, OnErrors, Send, SharedCall, check_errors
+from zmqgrad.rpc.groups.future import GroupFuture
+from zmqgrad.rpc.groups.sending import GroupCall, OnErrors, SharedCall, check_errors
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.rref.proxies import Proxy, call_method
+from zmqgrad.rpc.serialization.context import SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_arguments
+from zmqgrad.rpc.worker import Worker
 from zmqgrad.wire.messages import RRefFetch
 
 T = TypeVar("T")
@@ -63,7 +65,7 @@ class RRefGroup(Sequence[RRef[T]]):
         """
         worker = current_worker()
 
-        def send(index: int, owner: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
+        def request(index: int, owner: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
             rref = self._rrefs[index]
             if rref.is_owner():
                 return worker.call(owner.id, _value, (rref, seconds), None, seconds)
@@ -81,7 +83,8 @@ class RRefGroup(Sequence[RRef[T]]):
                 reply_to=reply_to,
             )
 
-        return self._begin("to_here", timeout, errors).send_and_wait(send)
+        result: list[T] = GroupCall(*self._begin("to_here", timeout, errors), request).send_and_wait()
+        return result
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT, errors: OnErrors = "raise") -> Any:
         """A proxy whose methods run on all values, and return the list of results: ``r.rpc_sync().size()``.
@@ -104,45 +107,37 @@ class RRefGroup(Sequence[RRef[T]]):
         """As :meth:`rpc_sync`, ``timeout`` included; methods return an ``RRefGroup`` of their results."""
         return Proxy(self, _remote, timeout)
 
-    def _begin(self, what: str, timeout: float, errors: OnErrors) -> GroupCall:
+    def _begin(
+        self, what: str, timeout: float, errors: OnErrors
+    ) -> tuple[Worker, list[WorkerRecord], str, float, OnErrors]:
         check_errors(errors)
         if not self._rrefs:
             raise RRefError(f"{what} was called on an RRefGroup without references")
         worker = current_worker()
         owners = [worker.membership.record(rref.handle.owner) for rref in self._rrefs]
-        return GroupCall(worker, owners, what, worker.resolve_timeout(timeout), errors)
+        return worker, owners, what, worker.resolve_timeout(timeout), errors
 
-    def _method(
-        self, errors: OnErrors, timeout: float, name: str, args: Any, kwargs: Any
-    ) -> tuple[GroupCall, Send]:
-        call = self._begin(f"method {name}", timeout, errors)
-        shared = SharedCall(
-            call.worker, call.peers, lambda context: ("", serialize_arguments(args, kwargs, context))
-        )
-        call.shared = shared
+    def _method(self, errors: OnErrors, timeout: float, name: str, args: Any, kwargs: Any) -> GroupCall:
+        begun = worker, owners, *_ = self._begin(f"method {name}", timeout, errors)
+        shared = SharedCall(worker, owners, lambda context: ("", serialize_arguments(args, kwargs, context)))
 
-        def send(index: int, _: WorkerRecord, seconds: float, reply_to: int) -> PendingCall:
+        def payload_for(owner: WorkerRecord) -> SerializedPayload:
+            return shared.to(owner)[1]
+
+        def request(index: int, _: WorkerRecord, left: float, reply_to: int) -> PendingCall:
             return call_method(
-                self._rrefs[index],
-                seconds,
-                name,
-                args,
-                kwargs,
-                reply_to=reply_to,
-                serialized=lambda owner: shared.to(owner)[1],
+                self._rrefs[index], left, name, args, kwargs, reply_to=reply_to, serialized=payload_for
             )
 
-        return call, send
+        return GroupCall(*begun, request, shared)
 
 
 def _call(errors: OnErrors, rrefs: RRefGroup[Any], *method: Any) -> list[Any]:
-    call, send = rrefs._method(errors, *method)
-    return call.send_and_wait(send)
+    return rrefs._method(errors, *method).send_and_wait()
 
 
 def _call_async(errors: OnErrors, rrefs: RRefGroup[Any], *method: Any) -> GroupFuture[Any]:
-    call, send = rrefs._method(errors, *method)
-    return send_async(call, send)
+    return GroupFuture(rrefs._method(errors, *method))
 
 
 def _remote(rrefs: RRefGroup[Any], timeout: float, name: str, args: Any, kwargs: Any) -> RRefGroup[Any]:

@@ -33,6 +33,7 @@ from zmqgrad.rpc.relaying import offer_frames, retract
 from zmqgrad.rpc.remote_errors import summarize
 from zmqgrad.rpc.reply_port import ReplyPort
 from zmqgrad.rpc.serialization.context import SerializationContext, SerializedPayload
+from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import monotonic_ns
@@ -45,7 +46,7 @@ MIN_RELAYED_BYTES = 1 << 20
 OnErrors = Literal["raise", "return"]
 """What becomes of the errors of members: they are raised as one, or each is returned in place of a result."""
 
-Send = Callable[[int, WorkerRecord, float, int], PendingCall]
+Request = Callable[[int, WorkerRecord, float, int], PendingCall]
 """(index, member, seconds that are left or 0, number of the reply port) -> the request that was sent."""
 
 Serialized = tuple[str, SerializedPayload]
@@ -141,7 +142,8 @@ class GroupCall:
         what: the function, for errors.
         seconds: the timeout; 0 for no limit.
         errors: what becomes of errors.
-        shared: what all requests share until they are sent, if there is such.
+        request: sends the request of one member.
+        shared: what all requests share, if there is such.
     """
 
     worker: Worker
@@ -149,16 +151,17 @@ class GroupCall:
     what: Description
     seconds: float
     errors: OnErrors
+    request: Request
     shared: SharedCall | None = None
     _began: int = 0  # 0: not yet, or it has ended
     _sent: Sequence[PendingCall | Exception] = ()  # until all have ended
     _span: tap.GroupSpan | None = None
 
-    def send(self, send: Send, reply_to: int = 0) -> list[PendingCall | Exception]:
+    def send(self, reply_to: int = 0) -> list[PendingCall | Exception]:
         """Send the request of each member; of one that is lost, or failed before, the result is the error.
 
         Raises:
-            Exception: what else ``send`` raises. Then the requests that were sent are given up.
+            Exception: what else ``request`` raises. Then the requests that were sent are given up.
         """
         now = self.worker.clock.now
         deadline = now() + self.seconds
@@ -171,7 +174,7 @@ class GroupCall:
                 for index, peer in enumerate(self.peers):
                     left = max(1e-6, deadline - now()) if self.seconds else 0.0  # 0 would be no limit
                     try:
-                        sent.append(send(index, peer, left, reply_to))
+                        sent.append(self.request(index, peer, left, reply_to))
                     except (PeerLostError, RpcTimeoutError, RRefError) as e:
                         sent.append(copy_exception(e))
         except BaseException as e:
@@ -194,7 +197,7 @@ class GroupCall:
             tracer.group_called(self._began, describe(self.what), calls, bool(error))
         self._began = 0
 
-    def send_and_wait(self, send: Send) -> list[Any]:
+    def send_and_wait(self) -> list[Any]:
         """Send the requests, wait for all replies, and return the results in the order of the members.
 
         The calling thread reads the replies itself where a reply port is free, as for a single call.
@@ -206,7 +209,7 @@ class GroupCall:
         port = worker.ports.acquire_any([peer.id for peer in self.peers])
         complete = False
         try:
-            sent = self.send(send, port.number)
+            sent = self.send(port.number)
             calls = [each for each in sent if isinstance(each, PendingCall)]
             if calls:
                 self._wait(calls, port)
@@ -308,6 +311,26 @@ def _decode(worker: Worker, sent: PendingCall | Exception) -> Any:
     if isinstance(sent, Exception):
         raise sent
     return worker.decode(sent.promise.result())
+
+
+def send_call(
+    worker: Worker, peer: WorkerRecord, call: Serialized, seconds: float, reply_to: int, what: Sequence[Any]
+) -> PendingCall:
+    """Sends a serialized call of ``what``: function, args and kwargs."""
+    on_id = worker.client.describer(call[0], *what)
+    return worker.request_call(peer.id, *call, seconds, what[0], on_id=on_id, reply_to=reply_to)
+
+
+def same_for_all(
+    worker: Worker, peers: Sequence[WorkerRecord], what: Sequence[Any], seconds: float, errors: OnErrors
+) -> GroupCall:
+    """A call of ``what``: function, args and kwargs, which are the same for all ``peers``."""
+    shared = SharedCall(worker, peers, partial(serialize_call, *what))
+
+    def request(_: int, peer: WorkerRecord, left: float, reply_to: int) -> PendingCall:
+        return send_call(worker, peer, shared.to(peer), left, reply_to, what)
+
+    return GroupCall(worker, peers, what[0], seconds, errors, request, shared)
 
 
 def check_errors(errors: object) -> None:
