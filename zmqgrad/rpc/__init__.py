@@ -46,7 +46,7 @@ from zmqgrad.rpc.backend_registry import (
     register_backend,
 )
 from zmqgrad.rpc.futures import RpcFuture
-from zmqgrad.rpc.gathering import broadcast, wait_all
+from zmqgrad.rpc.gathering import as_completed, broadcast, wait_all
 from zmqgrad.rpc.groups.future import GroupFuture
 from zmqgrad.rpc.groups.group import WorkerGroup, group
 from zmqgrad.rpc.groups.rrefs import RRefGroup
@@ -91,6 +91,7 @@ __all__ = [
     "_server_process_global_profile",
     "_set_rpc_timeout",
     "all_gather",
+    "as_completed",
     "backend_registered",
     "backend_registry",
     "barrier",

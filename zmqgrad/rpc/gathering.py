@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from zmqgrad.errors import ArgumentTypeError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import RpcFuture
-from zmqgrad.rpc.groups.future import GroupFuture
+from zmqgrad.rpc.groups.future import GroupFuture, in_order
 from zmqgrad.rpc.groups.sending import same_for_all
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.torch_internals import CppFuture
@@ -25,6 +25,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +89,7 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
         >>> rpc.wait_all(futures, timeout=30)
         [1, 2, 4, 8]
     """
-    futures = list(futures)
-    for future in futures:
-        if not isinstance(future, CppFuture):
-            raise ArgumentTypeError(
-                f"incompatible function arguments: {future!r} is not a torch.futures.Future"
-            )
+    futures = _checked(futures)
     deadline = Deadline.after(check_timeout(timeout) or None)
     settled = _first_failure(futures)
     while not settled.wait_done(min(LOG_INTERVAL_SECONDS, deadline.left())):
@@ -105,6 +101,36 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
     if failed is not None:
         failed.wait()  # raises
     return [future.wait() for future in futures]
+
+
+def as_completed(futures: Iterable[F], timeout: float = 0.0) -> Iterator[F]:
+    """Iterate over ``futures`` in the order in which they are done.
+
+    Another thread of the pool works while this waits. A future that has failed is yielded, too: its ``wait``
+    raises.
+
+    Args:
+        futures: any ``torch.futures.Future``.
+        timeout: seconds for all of them; 0 for no limit.
+
+    Returns:
+        An iterator. It raises RpcTimeoutError if they are not done in time.
+
+    Raises:
+        ArgumentTypeError: if one of them is not a future.
+    """
+    each, seconds = _checked(futures), check_timeout(timeout)
+    return (each[index] for index in in_order(each, seconds))
+
+
+def _checked(futures: Iterable[F]) -> list[F]:
+    each = list(futures)
+    for future in each:
+        if not isinstance(future, CppFuture):
+            raise ArgumentTypeError(
+                f"incompatible function arguments: {future!r} is not a torch.futures.Future"
+            )
+    return each
 
 
 def _first_failure(futures: Sequence[Any]) -> Promise[Any]:

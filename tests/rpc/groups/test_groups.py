@@ -334,6 +334,30 @@ def test_errors_of_references_name_their_owners(four: Cluster, gate: int) -> Non
     assert list(e.value.results) == ["worker0"]
 
 
+def test_each_value_gets_arguments_of_its_own(four: Cluster) -> None:
+    counters = rpc.group("worker*").remote(Counter, (10,))
+    assert counters.map("add", [(1,), (2,), (3,), (4,)]) == [11, 12, 13, 14]
+    assert counters.map_async("add", ([n] for n in range(4))).wait() == [11, 13, 15, 17]
+    with pytest.raises(
+        ConfigurationError, match="map got 1 sets of arguments for 4 members of <RRefGroup of"
+    ):
+        counters.map("add", [(1,)])
+
+
+def test_futures_of_any_calls_are_iterated_as_they_end(four: Cluster, gate: int) -> None:
+    late, *others = futures = [rpc.rpc_async(1, wait_at, (gate,)), *rpc.broadcast(None, where)]
+    found = rpc.as_completed(futures)
+    assert {next(found).wait() for _ in others} == {f"worker{n}" for n in range(4)}
+    assert {future.peer for future in others} == set(range(4))
+    with pytest.raises(RpcTimeoutError, match="4 of 5 calls are done after"):
+        list(rpc.as_completed(futures, timeout=0.01))
+    GATES[gate].set()
+    assert list(found) == [late]
+    assert list(rpc.as_completed([])) == []
+    with pytest.raises(ArgumentTypeError, match=r"is not a torch\.futures\.Future"):
+        rpc.as_completed([late, 5])  # type: ignore[list-item]
+
+
 # ---- errors -----------------------------------------------------------------------------------------------
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from zmqgrad.errors import GroupError
+from zmqgrad.errors import GroupError, RpcTimeoutError
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.futures import PythonFuture, RpcFuture
 from zmqgrad.rpc.groups.sending import GroupCall
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.torch_internals import CppFuture
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 
 T = TypeVar("T")
@@ -55,13 +56,7 @@ class GroupFuture(PythonFuture[list[T]]):
 
     def as_completed(self) -> Iterator[tuple[WorkerInfo, RpcFuture[T]]]:
         """Iterate over the members with their futures, in the order in which these are done."""
-        ended: list[Promise[int]] = [Promise() for _ in self.futures]
-        order = iter(ended)  # ``next`` is atomic
-        for index, future in enumerate(self.futures):
-            CppFuture.add_done_callback(future, partial(_set_next, order, index))
-        for promise in ended:
-            promise.wait_done()  # every call has a deadline, or its caller wanted none
-            index = promise.result()
+        for index in in_order(self.futures):  # every call has a deadline, or its caller wanted none
             yield self.members[index], self.futures[index]
 
     def _finish(self) -> None:
@@ -71,6 +66,22 @@ class GroupFuture(PythonFuture[list[T]]):
             self.set_exception(e)
         else:
             self.set_result(results)
+
+
+def in_order(futures: Sequence[Any], seconds: float = 0.0) -> Iterator[int]:
+    """Yields the indices of ``futures`` in the order in which these are done, for ``seconds`` (0: no limit).
+
+    Raises:
+        RpcTimeoutError: if they are not done in time.
+    """
+    ended: list[Promise[int]] = [Promise() for _ in futures]
+    order, deadline = iter(ended), Deadline.after(seconds or None)  # ``next`` of an iterator is atomic
+    for index, future in enumerate(futures):
+        CppFuture.add_done_callback(future, partial(_set_next, order, index))
+    for count, promise in enumerate(ended):
+        if not promise.wait_done(deadline.timeout()):
+            raise RpcTimeoutError(f"{count} of {len(ended)} calls are done after {seconds} s")
+        yield promise.result()
 
 
 def _set_next(order: Iterator[Promise[int]], index: int, _: object) -> None:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar, overload
 
-from zmqgrad.errors import ArgumentTypeError, ConfigurationError, UnknownWorkerError
+from zmqgrad.errors import ArgumentTypeError, UnknownWorkerError
 from zmqgrad.rpc.api import rpc_async, rpc_sync
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
@@ -20,6 +20,7 @@ from zmqgrad.rpc.groups.sending import (
     OnErrors,
     SharedCall,
     check_errors,
+    check_length,
     same_for_all,
     send_call,
 )
@@ -202,12 +203,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
     ) -> GroupCall:
         worker, peers, seconds = self._begin(timeout, errors)
         whats = [(func, each, kwargs) for each in args]
-        if len(whats) != len(peers):
-            raise ConfigurationError(
-                f"map got {len(whats)} sets of arguments for {len(peers)} members of {self!r}: give one "
-                f"tuple of arguments for each member, in the order of the members; choose_async divides any "
-                f"number of calls among them"
-            )
+        check_length(whats, peers, self)
 
         def request(index: int, peer: WorkerRecord, left: float, reply_to: int) -> PendingCall:
             call = serialize_call(*whats[index], worker.contexts.for_calls(peer))

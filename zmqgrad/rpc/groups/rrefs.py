@@ -10,7 +10,7 @@ from zmqgrad.errors import RRefError
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.groups.future import GroupFuture
-from zmqgrad.rpc.groups.sending import GroupCall, OnErrors, SharedCall, check_errors
+from zmqgrad.rpc.groups.sending import GroupCall, OnErrors, SharedCall, check_errors, check_length
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef
@@ -103,6 +103,46 @@ class RRefGroup(Sequence[RRef[T]]):
         """
         return Proxy(self, partial(_call_async, errors), timeout)
 
+    def map(
+        self,
+        method: str,
+        args: Iterable[Sequence[Any]],
+        timeout: float = UNSET_RPC_TIMEOUT,
+        errors: OnErrors = "raise",
+    ) -> list[Any]:
+        """Call ``method`` of each value with arguments of its own: ``r.map("add", [(x,) for x in items])``.
+
+        Args:
+            method: its name.
+            args: the positional arguments for each value, in the order of the references.
+            timeout, errors: as for :meth:`rpc_sync`.
+
+        Returns:
+            The results, in the order of the references.
+
+        Raises:
+            ConfigurationError: if ``args`` are for fewer or more values than there are.
+            GroupError: if some calls fail, and errors are raised.
+        """
+        return self._method(errors, timeout, method, (), {}, list(args)).send_and_wait()
+
+    def map_async(
+        self,
+        method: str,
+        args: Iterable[Sequence[Any]],
+        timeout: float = UNSET_RPC_TIMEOUT,
+        errors: OnErrors = "raise",
+    ) -> GroupFuture[Any]:
+        """As :meth:`map`, but returns a future at once.
+
+        Args:
+            method, args, timeout, errors: as for :meth:`map`.
+
+        Raises:
+            ConfigurationError: if ``args`` are for fewer or more values than there are.
+        """
+        return GroupFuture(self._method(errors, timeout, method, (), {}, list(args)))
+
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """As :meth:`rpc_sync`, ``timeout`` included; methods return an ``RRefGroup`` of their results."""
         return Proxy(self, _remote, timeout)
@@ -117,17 +157,23 @@ class RRefGroup(Sequence[RRef[T]]):
         owners = [worker.membership.record(rref.handle.owner) for rref in self._rrefs]
         return worker, owners, what, worker.resolve_timeout(timeout), errors
 
-    def _method(self, errors: OnErrors, timeout: float, name: str, args: Any, kwargs: Any) -> GroupCall:
+    def _method(
+        self, errors: OnErrors, timeout: float, name: str, args: Any, kwargs: Any, each: Any = None
+    ) -> GroupCall:
+        """``each``: the arguments for each value, in place of ``args``."""
         begun = worker, owners, *_ = self._begin(f"method {name}", timeout, errors)
         shared = SharedCall(worker, owners, lambda context: ("", serialize_arguments(args, kwargs, context)))
 
         def payload_for(owner: WorkerRecord) -> SerializedPayload:
             return shared.to(owner)[1]
 
+        if each is not None:
+            check_length(each, owners, self)
+
         def request(index: int, _: WorkerRecord, left: float, reply_to: int) -> PendingCall:
-            return call_method(
-                self._rrefs[index], left, name, args, kwargs, reply_to=reply_to, serialized=payload_for
-            )
+            rref, made = self._rrefs[index], payload_for if each is None else None
+            mine = args if each is None else tuple(each[index])
+            return call_method(rref, left, name, mine, kwargs, reply_to=reply_to, serialized=made)
 
         return GroupCall(*begun, request, shared)
 

@@ -333,6 +333,16 @@ def same_for_all(
     return GroupCall(worker, peers, what[0], seconds, errors, request, shared)
 
 
+def check_length(sets: Sequence[Any], members: Sequence[Any], group: object) -> None:
+    """Raise ConfigurationError unless there is one set of arguments for each member."""
+    if len(sets) != len(members):
+        raise ConfigurationError(
+            f"map got {len(sets)} sets of arguments for {len(members)} members of {group!r}: give one tuple "
+            f"of arguments for each member, in the order of the members; WorkerGroup.choose_async divides "
+            f"any number of calls among workers"
+        )
+
+
 def check_errors(errors: object) -> None:
     """Raise ConfigurationError unless ``errors`` is one of :data:`OnErrors`."""
     if errors not in ("raise", "return"):
