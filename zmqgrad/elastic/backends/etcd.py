@@ -98,7 +98,7 @@ class EtcdBackend(RendezvousBackend):
 
     def _transact(self, transaction: dict[str, Any]) -> dict[str, Any]:
         try:
-            self._seen, reply = self._cluster.transact(transaction, Deadline.after(self._timeout))
+            self._seen, reply, _ = self._cluster.transact(transaction, Deadline.after(self._timeout))
         except TransportError as e:
             raise RendezvousConnectionError(str(e)) from e
         return reply

@@ -108,6 +108,16 @@ class Event(NamedTuple):
     revision: int
 
 
+class TransactionReply(NamedTuple):
+    """What a member has replied to a transaction."""
+
+    revision: int
+    """Of the cluster."""
+    content: dict[str, Any]
+    repeated: bool
+    """Whether another member, which did not reply, may have applied it, or may still do so."""
+
+
 class EtcdCluster:
     """The members of a cluster, the one that replied last first. Safe to use from any thread.
 
@@ -133,10 +143,17 @@ class EtcdCluster:
         self._watches: set[EtcdWatch] = set()
         self._closed = threading.Event()
 
-    def transact(self, transaction: dict[str, Any], deadline: Deadline) -> tuple[int, dict[str, Any]]:
-        """Returns the revision of the cluster, and the reply. Errors as :meth:`post`."""
-        reply = self._call(lambda member: member.transact(transaction), deadline)
-        return int(reply["header"]["revision"]), reply
+    def transact(self, transaction: dict[str, Any], deadline: Deadline) -> TransactionReply:
+        """Returns the reply to ``transaction``. Errors as :meth:`post`."""
+        tries = 0
+
+        def request(member: _Member) -> dict[str, Any]:
+            nonlocal tries
+            tries += 1
+            return member.transact(transaction)
+
+        content = self._call(request, deadline)
+        return TransactionReply(int(content["header"]["revision"]), content, tries > 1)
 
     def post(self, path: str, content: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """The reply to another request.

@@ -12,10 +12,10 @@ import os
 import random
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from zmqgrad.errors import ClosedError, StoreError, StoreTimeoutError, TransportError
 from zmqgrad.runtime.blocking import blocking_section
@@ -35,8 +35,10 @@ from zmqgrad.store.etcd.cluster import (
 )
 from zmqgrad.store.etcd.contents import (
     MAX_WRITES,
+    Deletion,
     EtcdContents,
     Layout,
+    Save,
     Stored,
     nested,
     replaced_parts,
@@ -65,14 +67,30 @@ LATE_SECONDS = 1.0
 
 CLOSE_SECONDS = 5.0
 
+LACKS_PART = "key not found"
+"""How etcd refuses a transaction whose parts of a value were deleted before."""
+
+T = TypeVar("T")
+
 
 class _Client:
-    """Numbers the changes that one thread at a time makes, so that a repeated one is recognized."""
+    """Numbers the changes of one query at a time, so that a repeated one is recognized."""
 
     def __init__(self, place: bytes) -> None:
         self.place = place
         self.modified = 0
         """The revision of its last change."""
+        self.in_doubt = False
+        """Whether a member that did not reply may still apply a transaction that has failed elsewhere."""
+
+
+class _Changes(Protocol):
+    """What a transaction is to do: :class:`~zmqgrad.store.etcd.contents.EtcdContents` for a query."""
+
+    def changes(self) -> bool: ...
+    def writes(self) -> int: ...
+    def comparisons(self) -> list[dict[str, Any]]: ...
+    def operations(self, save: Save) -> list[dict[str, Any]]: ...
 
 
 class EtcdConnection:
@@ -182,90 +200,117 @@ class EtcdConnection:
         """Apply ``query`` in one transaction. The reply is None if it blocks, and there is time left."""
         expired = deadline.passed()
         limit = deadline if deadline.left() >= LATE_SECONDS else Deadline.after(LATE_SECONDS)
+
+        def execute() -> tuple[EtcdContents, tuple[State, Message | None]]:
+            contents = EtcdContents(self._layout, query, partial(self._read, limit))
+            state = State(contents)
+            effects = state.apply(query, None, 0.0)
+            if not effects and expired:
+                effects = state.expire(math.inf)
+            return contents, (state, next((e.message for e in effects if type(e) is Reply), None))
+
+        return self._transact(execute, limit)
+
+    def _transact(self, execute: Callable[[], tuple[_Changes, T]], limit: Deadline) -> T:
+        """Call ``execute`` until the changes that it returns could be made. Returns its result."""
         pause = CONFLICT_SECONDS
-        while True:
-            try:
-                contents = EtcdContents(self._layout, query, partial(self._read, limit))
-                state = State(contents)
-                effects = state.apply(query, None, 0.0)
-                if not effects and expired:
-                    effects = state.expire(math.inf)
-                if not contents.changes() or self._commit(contents, limit):
-                    return state, next((e.message for e in effects if type(e) is Reply), None)
-            except EtcdRefusedError as e:
-                if e.code not in (OUT_OF_RANGE, NOT_FOUND):
-                    raise
-                self._lease = 0  # it has ended, or what was read was dropped
-            if limit.passed():
-                raise TransportError("others have changed the same keys all the time")
-            # Two stores that were in each other's way must not meet again.
-            threading.Event().wait(min(random.uniform(0, 2 * pause), limit.left()))
-            pause = min(2 * pause, MAX_CONFLICT_SECONDS)
+        client: _Client | None = None
+        tried: dict[bytes, T] = {}
+        try:
+            while True:
+                try:
+                    changes, result = execute()
+                    if client is None and changes.changes():
+                        client = self._take_client()
+                    # Without changes as well, so that no earlier attempt can be applied any more.
+                    if client is None or not (changes.changes() or client.in_doubt):
+                        return result
+                    attempt = secrets.token_hex(8).encode()
+                    tried[attempt] = result
+                    last = self._commit(client, attempt, changes, limit)
+                    if last in tried:
+                        return tried[last]
+                except EtcdRefusedError as e:
+                    if e.code == NOT_FOUND:
+                        self._lease = 0  # it has ended
+                    elif e.code != OUT_OF_RANGE and LACKS_PART not in str(e):
+                        raise
+                if limit.passed():
+                    raise TransportError("others have changed the same keys all the time")
+                # Two stores that were in each other's way must not meet again.
+                threading.Event().wait(min(random.uniform(0, 2 * pause), limit.left()))
+                pause = min(2 * pause, MAX_CONFLICT_SECONDS)
+        finally:
+            if client is not None:
+                with self._lock:
+                    self._clients.append(client)
+
+    def _take_client(self) -> _Client:
+        with self._lock:
+            if self._clients:
+                return self._clients.pop()
+        return _Client(self._layout.client(secrets.token_hex(8)))
 
     def _read(
         self, deadline: Deadline, ranges: Sequence[dict[str, Any]], revision: int
     ) -> tuple[int, list[dict[str, Any]]]:
         pinned = {"revision": revision} if revision else {}
-        newest, reply = self._cluster.transact(
+        reply = self._cluster.transact(
             {"success": [{"request_range": {**each, **pinned}} for each in ranges]}, deadline
         )
-        results = [each["response_range"] for each in reply.get("responses", ())]
-        return revision or newest, results
+        results = [each["response_range"] for each in reply.content.get("responses", ())]
+        return revision or reply.revision, results
 
-    def _commit(self, contents: EtcdContents, deadline: Deadline) -> bool:
-        """Write what the query has changed. Returns False if something that it has read has changed since."""
-        if contents.writes() > MAX_WRITES:
+    def _commit(self, client: _Client, attempt: bytes, changes: _Changes, deadline: Deadline) -> bytes:
+        """Make ``changes``, unless something that the query has read has changed since.
+
+        Returns:
+            The last attempt of ``client`` that was successful: ``attempt``, or an earlier one.
+        """
+        if changes.writes() > MAX_WRITES:
             raise EtcdRefusedError(
-                f"{contents.writes()} changes in one query (at most {MAX_WRITES}); make several", INVALID
+                f"{changes.writes()} changes in one query (at most {MAX_WRITES}); make several", INVALID
             )
         lease = self._get_lease(deadline)
-
-        def save(number: str, parts: Sequence[bytes]) -> None:
-            for index, part in enumerate(parts):  # they stay only if the transaction succeeds
-                put = {"key": encode(self._layout.part(number, index)), "value": encode(part), "lease": lease}
-                self._cluster.post("/kv/put", put, deadline)
-
-        operations = contents.operations(save)
-        with self._lock:
-            client = self._clients.pop() if self._clients else self._new_client()
-        try:
-            return self._commit_as(client, contents.comparisons(), operations, lease, deadline)
-        finally:
-            with self._lock:
-                self._clients.append(client)
-
-    def _new_client(self) -> _Client:
-        return _Client(self._layout.client(secrets.token_hex(8)))
-
-    def _commit_as(
-        self,
-        client: _Client,
-        comparisons: list[dict[str, Any]],
-        operations: list[dict[str, Any]],
-        lease: int,
-        deadline: Deadline,
-    ) -> bool:
-        change = secrets.token_hex(8).encode()
+        operations = changes.operations(partial(self._save, lease, deadline))
         place = encode(client.place)
         mine = {"key": place, "target": "MOD", "result": "EQUAL", "mod_revision": client.modified}
-        _, reply = self._cluster.transact(
+        reply = self._cluster.transact(
             {
-                "compare": [mine, *comparisons],
+                "compare": [mine, *changes.comparisons()],
                 "success": [
-                    {"request_put": {"key": place, "value": encode(change), "lease": lease}},
+                    {"request_put": {"key": place, "value": encode(attempt), "lease": lease}},
                     *nested(operations),
                 ],
                 "failure": [{"request_range": {"key": place}}],
             },
             deadline,
         )
-        if reply.get("succeeded"):
-            client.modified = int(reply["header"]["revision"])
-            self._forget_parts(replaced_parts(self._layout, reply["responses"]), deadline)
-            return True
-        kvs = reply["responses"][0]["response_range"].get("kvs")
-        client.modified = int(kvs[0]["mod_revision"]) if kvs else 0
-        return bool(kvs) and decode(kvs[0].get("value")) == change  # the reply to a first try was lost
+        if reply.content.get("succeeded"):
+            client.modified, client.in_doubt = reply.revision, False
+            self._forget_parts(replaced_parts(self._layout, reply.content["responses"]), deadline)
+            return attempt
+        kvs = reply.content["responses"][0]["response_range"].get("kvs")
+        modified = int(kvs[0]["mod_revision"]) if kvs else 0
+        # What compared another revision of this client fails for ever.
+        client.in_doubt = modified == client.modified and (client.in_doubt or reply.repeated)
+        client.modified = modified
+        return decode(kvs[0].get("value")) if kvs else b""  # perhaps the reply to a first try was lost
+
+    def _save(self, lease: int, deadline: Deadline, number: str, parts: Sequence[bytes]) -> None:
+        """Write ``parts``. They stay only if a transaction takes their lease away.
+
+        A member that handles a repeated request late must not give it to them again.
+        """
+        for index, part in enumerate(parts):
+            key = encode(self._layout.part(number, index))
+            self._cluster.transact(
+                {
+                    "compare": [{"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}],
+                    "success": [{"request_put": {"key": key, "value": encode(part), "lease": lease}}],
+                },
+                deadline,
+            )
 
     def _forget_parts(self, prefixes: list[bytes], deadline: Deadline) -> None:
         for prefix in prefixes:
@@ -373,11 +418,7 @@ class EtcdConnection:
     def delete_all(self, deadline: Deadline) -> None:
         """Delete all keys and queues of the store. Errors as :meth:`request`."""
         with self._translated():
-            self._delete(self._layout.base, deadline)
-
-    def _delete(self, prefix: bytes, deadline: Deadline) -> None:
-        keys = {"key": encode(prefix), "range_end": encode(after_prefix(prefix))}
-        self._cluster.post("/kv/deleterange", keys, deadline)
+            self._transact(lambda: (Deletion(self._layout), None), deadline)
 
 
 def _concerns(event: Event, places: list[bytes]) -> bool:

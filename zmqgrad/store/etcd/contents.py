@@ -57,6 +57,9 @@ READS_KEYS = frozenset({*NEEDS_VALUES, StoreCheck, StoreWait, StoreDeleteKey}) -
 Read = Callable[[Sequence[dict[str, Any]], int], tuple[int, list[dict[str, Any]]]]
 """(ranges, revision; 0: the newest) -> the revision that was read, and the results."""
 
+Save = Callable[[str, Sequence[bytes]], None]
+"""Writes the parts of a large value; called with its id and them."""
+
 
 class Layout:
     """The names of etcd's keys of one store.
@@ -67,7 +70,7 @@ class Layout:
 
     def __init__(self, base: bytes) -> None:
         self.base = base
-        self.keys, self.items = base + b"k/", base + b"q/"
+        self.keys, self.items, self.all_parts = base + b"k/", base + b"q/", base + b"c/"
 
     def key(self, key: str) -> bytes:
         """The place of the value of ``key``."""
@@ -79,7 +82,7 @@ class Layout:
 
     def parts(self, number: str) -> bytes:
         """The prefix of the parts of a large value."""
-        return self.base + b"c/" + number.encode() + b"/"
+        return self.all_parts + number.encode() + b"/"
 
     def part(self, number: str, index: int) -> bytes:
         """The place of one part."""
@@ -361,12 +364,8 @@ class EtcdContents:
             for place, found in read.items()
         ]
 
-    def operations(self, save: Callable[[str, Sequence[bytes]], None]) -> list[dict[str, Any]]:
-        """What the transaction is to do.
-
-        Args:
-            save: called with the id and the parts of each large value, to write them before.
-        """
+    def operations(self, save: Save) -> list[dict[str, Any]]:
+        """What the transaction is to do; ``save`` is called for each large value before."""
         room = TRANSACTION_BYTES
         operations: list[dict[str, Any]] = []
         places: list[tuple[bytes, bytes]] = [
@@ -391,6 +390,32 @@ class EtcdContents:
         deleted += [place for place, _ in self._popped]
         operations += [{"request_delete_range": {"key": encode(place), "prev_kv": True}} for place in deleted]
         return operations
+
+
+class Deletion:
+    """All keys and queues go; what recognizes repetitions stays, for clients in the middle of one."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._prefixes = layout.keys, layout.items, layout.all_parts
+
+    def changes(self) -> bool:
+        """Yes."""
+        return True
+
+    def writes(self) -> int:
+        """Few, whatever there is."""
+        return len(self._prefixes)
+
+    def comparisons(self) -> list[dict[str, Any]]:
+        """Nothing was read."""
+        return []
+
+    def operations(self, save: Save) -> list[dict[str, Any]]:
+        """What the transaction is to do."""
+        return [
+            {"request_delete_range": {"key": encode(prefix), "range_end": encode(after_prefix(prefix))}}
+            for prefix in self._prefixes
+        ]
 
 
 def nested(operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,149 @@
+"""What becomes of single requests of an EtcdStore: lost, delayed, handled twice, or refused."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from tests.support.etcd import EtcdCluster, needs_etcd
+from zmqgrad.store import EtcdStore
+
+requests = pytest.importorskip("requests")
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, needs_etcd]
+
+PATIENCE = 20.0
+LARGE = b"x" * 100_000
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EtcdCluster]:
+    with EtcdCluster() as made:
+        yield made
+
+
+class Requests:
+    """The requests of all stores, as they leave this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[tuple[str, bytes]] = []
+        self.before: Callable[[str, str], None] = lambda path, body: None
+        """Called with each. What it raises, the store gets instead of a reply."""
+        self.after: Callable[[str, str, Any], None] = lambda path, body, reply: None
+        """Called with each and the reply. What it raises, the store gets instead."""
+        post = requests.Session.post
+
+        def recorded(session: Any, url: str, data: Any = None, json: Any = None, **rest: Any) -> Any:
+            body = data if json is None else dumps(json)
+            path = url.partition("/v3")[2]
+            if path != "/watch":
+                self.sent.append((url, body.encode()))
+                self.before(path, body)
+            reply = post(session, url, data, json, **rest)
+            self.after(path, body, reply)
+            return reply
+
+        monkeypatch.setattr(requests.Session, "post", recorded)
+
+    def arrive_late(self) -> None:
+        """Handle again all that were sent, as a member does that stood still after it had received them."""
+        for url, body in self.sent:
+            with suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(url, body, timeout=PATIENCE).close()
+
+
+dumps = json.dumps
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    return Requests(monkeypatch)
+
+
+@pytest.fixture
+def store(cluster: EtcdCluster) -> Iterator[EtcdStore]:
+    with EtcdStore(cluster.endpoint, secrets.token_hex(8), PATIENCE) as made:
+        yield made
+
+
+def test_a_late_repetition_changes_nothing(store: EtcdStore, sent: Requests) -> None:
+    other = store.clone()
+    store.set("large", LARGE)
+    store.add("n", 1)
+    store.queue_push("q", "item")
+    store.delete_key("n")
+    sent.arrive_late()
+    store.close()
+    with other:
+        assert other.get("large") == LARGE
+        assert other.list_keys() == ["large"]
+        assert other.queue_len("q") == 1
+
+
+def test_a_late_deletion_of_everything_spares_what_came_behind_it(store: EtcdStore, sent: Requests) -> None:
+    store.delete_all()
+    deletion, sent.sent = sent.sent, []
+    store.set("large", LARGE)
+    sent.sent = deletion
+    sent.arrive_late()
+    assert store.get("large") == LARGE
+
+
+def test_a_lock_that_another_client_holds_is_not_taken_later(store: EtcdStore, sent: Requests) -> None:
+    """The request stays in a member, and its repetition fails: it must not be applied any more."""
+    other = store.clone()
+    store.set("other", "1")
+
+    def overtaken(path: str, body: str) -> None:
+        if path == "/kv/txn" and "compare" in body:
+            sent.before = lambda path, body: None
+            stuck.append(sent.sent[-1])
+            other.set("lock", "theirs")
+            raise requests.ConnectionError
+
+    stuck: list[tuple[str, bytes]] = []
+    sent.before = overtaken
+    assert store.compare_set("lock", "", "mine") == b"theirs"
+    other.delete_key("lock")
+    sent.sent = stuck
+    sent.arrive_late()
+    with other:
+        assert not other.check(["lock"])
+
+
+def test_everything_is_deleted_while_a_large_value_is_written(store: EtcdStore, sent: Requests) -> None:
+    other = store.clone()
+
+    def delete(path: str, body: str) -> None:
+        if "ignore_value" in body:
+            sent.before = lambda path, body: None
+            other.delete_all()
+
+    sent.before = delete
+    store.set("large", LARGE)
+    with other:
+        assert other.get("large") == LARGE
+
+
+def test_a_reply_is_lost_and_everything_deleted_before_the_repetition(
+    store: EtcdStore, sent: Requests
+) -> None:
+    other = store.clone()
+
+    def lose(path: str, body: str, reply: Any) -> None:
+        if "compare" in body:
+            sent.after = lambda path, body, reply: None
+            other.delete_all()
+            raise requests.ConnectionError
+
+    sent.after = lose
+    assert store.add("n", 1) == 1
+    with other:
+        assert not other.check(["n"]), "it was deleted behind the addition"
