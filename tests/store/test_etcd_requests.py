@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support.etcd import EtcdCluster, needs_etcd
 from zmqgrad.store import EtcdStore
+from zmqgrad.store.etcd import connection
 
 requests = pytest.importorskip("requests")
 
@@ -147,3 +149,49 @@ def test_a_reply_is_lost_and_everything_deleted_before_the_repetition(
     assert store.add("n", 1) == 1
     with other:
         assert not other.check(["n"]), "it was deleted behind the addition"
+
+
+def test_a_reply_is_lost_and_the_first_lease_ends_before_the_repetition(
+    store: EtcdStore, sent: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease is replaced long before it ends, so that each change is recognized while it may be repeated."""
+    monkeypatch.setattr(connection, "RENEW_SECONDS", 0)
+    leases: list[tuple[str, str]] = []
+
+    def lose(path: str, body: str, reply: Any) -> None:
+        if path == "/lease/grant":
+            leases.append((reply.url, reply.json()["ID"]))
+        elif "compare" in body and len(leases) > 1:
+            sent.after = lambda path, body, reply: None
+            url, first = leases[0]
+            content = dumps({"ID": first}).encode()
+            urllib.request.urlopen(url.replace("grant", "revoke"), content, timeout=PATIENCE).close()
+            raise requests.ConnectionError
+
+    sent.after = lose
+    assert [store.add("n", 1) for _ in range(3)] == [1, 2, 3]
+    assert len(leases) > 1
+
+
+def test_closing_leaves_no_lease(cluster: EtcdCluster, store: EtcdStore, sent: Requests) -> None:
+    """Though its first changes, in several threads, have each asked for one."""
+    granted: set[str] = set()
+    together = threading.Barrier(4)
+
+    def note(path: str, body: str, reply: Any) -> None:
+        if path == "/lease/grant":
+            granted.add(reply.json()["ID"])
+            together.wait(PATIENCE)
+
+    sent.after = note
+    threads = [threading.Thread(target=store.set, args=(str(n), "")) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.close()
+    url = f"http://127.0.0.1:{cluster.ports[0]}/v3/lease/leases"
+    with urllib.request.urlopen(url, b"{}", timeout=PATIENCE) as reply:
+        left = {each["ID"] for each in json.load(reply).get("leases", ())}
+    assert len(granted) == 4
+    assert not left & granted

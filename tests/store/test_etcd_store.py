@@ -190,9 +190,12 @@ def test_many_values_are_one_transaction(store: EtcdStore) -> None:
     store.multi_set(keys, [b"%d" % n * 2000 for n in range(500)])
     assert store.multi_get(keys) == [b"%d" % n * 2000 for n in range(500)]
     assert store.num_keys() == 500
+    keys = [f"k{n}" for n in range(2500)]
+    store.multi_set(keys, [b"x" * 1000] * 2500)  # most of them have to be in parts
+    assert store.multi_get(keys[::100]) == [b"x" * 1000] * 25
     with pytest.raises(StoreError, match=r"2501 changes in one query \(at most 2500\)"):
         store.multi_set([str(n) for n in range(2501)], [""] * 2501)
-    assert store.num_keys() == 500
+    assert store.num_keys() == 2500
 
 
 def test_what_a_client_leaves_is_its_keys(cluster: EtcdCluster) -> None:

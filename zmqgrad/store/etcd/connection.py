@@ -12,10 +12,11 @@ import os
 import random
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from zmqgrad.errors import ClosedError, StoreError, StoreTimeoutError, TransportError
 from zmqgrad.runtime.blocking import blocking_section
@@ -40,6 +41,7 @@ from zmqgrad.store.etcd.contents import (
     Layout,
     Save,
     Stored,
+    bundled,
     nested,
     replaced_parts,
 )
@@ -62,6 +64,12 @@ MAX_CONFLICT_SECONDS = 0.1
 LEASE_SECONDS = 3600
 """What a client leaves behind that is killed, the id of its last change, disappears after this time."""
 
+RENEW_SECONDS = LEASE_SECONDS / 2
+"""Age of a lease that is used no more: a change must be recognized as long as it may be repeated."""
+
+MAX_LEASES = 8
+"""Leases that are ended when a store is closed. Older ones have ended."""
+
 LATE_SECONDS = 1.0
 """Time for a request of a query that has none left: what exists at its deadline can still be read."""
 
@@ -82,6 +90,12 @@ class _Client:
         """The revision of its last change."""
         self.in_doubt = False
         """Whether a member that did not reply may still apply a transaction that has failed elsewhere."""
+
+
+class _Lease(NamedTuple):
+    number: int
+    old: Deadline
+    """When another one is to be used."""
 
 
 class _Changes(Protocol):
@@ -114,7 +128,7 @@ class EtcdConnection:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards all below
         self._clients: list[_Client] = []  # which no thread uses now
-        self._lease = 0
+        self._leases: deque[_Lease] = deque(maxlen=MAX_LEASES)  # the last is used
         self._watching: dict[Target, tuple[EtcdWatch, threading.Thread]] = {}
         self._closed = False
 
@@ -232,7 +246,7 @@ class EtcdConnection:
                         return tried[last]
                 except EtcdRefusedError as e:
                     if e.code == NOT_FOUND:
-                        self._lease = 0  # it has ended
+                        self._leases.clear()  # they have ended
                     elif e.code != OUT_OF_RANGE and LACKS_PART not in str(e):
                         raise
                 if limit.passed():
@@ -272,6 +286,7 @@ class EtcdConnection:
                 f"{changes.writes()} changes in one query (at most {MAX_WRITES}); make several", INVALID
             )
         lease = self._get_lease(deadline)
+        deadline = deadline.capped(LEASE_SECONDS - RENEW_SECONDS)
         operations = changes.operations(partial(self._save, lease, deadline))
         place = encode(client.place)
         mine = {"key": place, "target": "MOD", "result": "EQUAL", "mod_revision": client.modified}
@@ -297,17 +312,24 @@ class EtcdConnection:
         client.modified = modified
         return decode(kvs[0].get("value")) if kvs else b""  # perhaps the reply to a first try was lost
 
-    def _save(self, lease: int, deadline: Deadline, number: str, parts: Sequence[bytes]) -> None:
+    def _save(self, lease: int, deadline: Deadline, parts: Sequence[tuple[bytes, bytes]]) -> None:
         """Write ``parts``. They stay only if a transaction takes their lease away.
 
         A member that handles a repeated request late must not give it to them again.
         """
-        for index, part in enumerate(parts):
-            key = encode(self._layout.part(number, index))
+        for group in bundled(parts):
+            keys = [encode(place) for place, _ in group]
+            puts = [
+                {"key": key, "value": encode(part), "lease": lease}
+                for key, (_, part) in zip(keys, group, strict=True)
+            ]
             self._cluster.transact(
                 {
-                    "compare": [{"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}],
-                    "success": [{"request_put": {"key": key, "value": encode(part), "lease": lease}}],
+                    "compare": [
+                        {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}
+                        for key in keys
+                    ],
+                    "success": [{"request_put": put} for put in puts],
                 },
                 deadline,
             )
@@ -324,11 +346,13 @@ class EtcdConnection:
                 logger.warning("%s: parts of a replaced value stay in etcd: %s", self.name, e)
 
     def _get_lease(self, deadline: Deadline) -> int:
-        lease = self._lease
-        if not lease:
-            lease = int(self._cluster.post("/lease/grant", {"TTL": LEASE_SECONDS}, deadline)["ID"])
-            self._lease = lease
-        return lease
+        lease = self._leases[-1] if self._leases else None
+        if lease is None or lease.old.passed():
+            old = Deadline.after(RENEW_SECONDS)
+            granted = self._cluster.post("/lease/grant", {"TTL": LEASE_SECONDS}, deadline)
+            lease = _Lease(int(granted["ID"]), old)
+            self._leases.append(lease)
+        return lease.number
 
     # ---- watches ----------------------------------------------------------------------------------------
 
@@ -405,9 +429,11 @@ class EtcdConnection:
         self.watches.close()
         for watch, _ in watching.values():
             watch.close()
-        if self._lease:
+        for lease in list(self._leases):
             try:
-                self._cluster.post("/lease/revoke", {"ID": self._lease}, Deadline.after(1.0))
+                self._cluster.post("/lease/revoke", {"ID": lease.number}, Deadline.after(1.0))
+            except EtcdRefusedError:
+                pass  # it has ended
             except TransportError as e:
                 logger.debug("%s: what it leaves in etcd disappears in an hour: %s", self.name, e)
         self._cluster.close()

@@ -41,10 +41,11 @@ TRANSACTION_BYTES = 512 << 10
 
 PART_BYTES = 1 << 20
 
-MAX_OPERATIONS = 50
-"""Operations of one transaction, or nested transactions in one. By default etcd accepts 128 in all levels."""
+MAX_OPERATIONS = 40
+"""Operations of a transaction, which may be transactions. By default etcd accepts 128 in all levels."""
 
-MAX_WRITES = MAX_OPERATIONS * MAX_OPERATIONS
+MAX_WRITES = 2500
+"""Keys and items that one query can change."""
 
 NEEDS_VALUES = frozenset(
     {StoreGet, StoreMultiGet, StoreAdd, StoreAppend, StoreCompareSet, StoreWatchKey, StoreWatchPrefix}
@@ -57,8 +58,8 @@ READS_KEYS = frozenset({*NEEDS_VALUES, StoreCheck, StoreWait, StoreDeleteKey}) -
 Read = Callable[[Sequence[dict[str, Any]], int], tuple[int, list[dict[str, Any]]]]
 """(ranges, revision; 0: the newest) -> the revision that was read, and the results."""
 
-Save = Callable[[str, Sequence[bytes]], None]
-"""Writes the parts of a large value; called with its id and them."""
+Save = Callable[[Sequence[tuple[bytes, bytes]]], None]
+"""Writes the parts of large values: their places and contents."""
 
 
 class Layout:
@@ -365,9 +366,10 @@ class EtcdContents:
         ]
 
     def operations(self, save: Save) -> list[dict[str, Any]]:
-        """What the transaction is to do; ``save`` is called for each large value before."""
+        """What the transaction is to do; ``save`` is called before."""
         room = TRANSACTION_BYTES
         operations: list[dict[str, Any]] = []
+        parts: list[tuple[bytes, bytes]] = []
         places: list[tuple[bytes, bytes]] = [
             (self._layout.key(key), value) for key, value in self._written.items() if value is not None
         ]
@@ -379,13 +381,12 @@ class EtcdContents:
                 room -= len(value)
                 data = Stored.whole(value)
             else:
-                number, parts = secrets.token_hex(8), _split(value)
-                save(number, parts)
-                operations += [
-                    _put(self._layout.part(number, index), ignore_value=True) for index in range(len(parts))
-                ]
-                data = Stored.in_parts(number, len(parts))
+                number, split = secrets.token_hex(8), _split(value)
+                parts += [(self._layout.part(number, index), part) for index, part in enumerate(split)]
+                data = Stored.in_parts(number, len(split))
             operations.append(_put(place, value=encode(data), prev_kv=True))
+        save(parts)
+        operations += [_put(place, ignore_value=True) for place, _ in parts]
         deleted = [self._layout.key(key) for key, value in self._written.items() if value is None]
         deleted += [place for place, _ in self._popped]
         operations += [{"request_delete_range": {"key": encode(place), "prev_kv": True}} for place in deleted]
@@ -418,14 +419,29 @@ class Deletion:
         ]
 
 
+def bundled(parts: Sequence[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
+    """``parts``, in groups that fit one transaction."""
+    group: list[tuple[bytes, bytes]] = []
+    size = 0
+    for place, part in parts:
+        size += len(part)
+        if group and (size > PART_BYTES or len(group) == MAX_OPERATIONS):
+            yield group
+            group, size = [], len(part)
+        group.append((place, part))
+    if group:
+        yield group
+
+
 def nested(operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``operations``, in nested transactions if they are many."""
-    if len(operations) <= MAX_OPERATIONS:
-        return list(operations)
-    return [
-        {"request_txn": {"success": list(operations[start : start + MAX_OPERATIONS])}}
-        for start in range(0, len(operations), MAX_OPERATIONS)
-    ]
+    """``operations``, in nested transactions if they are many: in two levels of these, at most."""
+    level = list(operations)
+    while len(level) > MAX_OPERATIONS:
+        level = [
+            {"request_txn": {"success": level[start : start + MAX_OPERATIONS]}}
+            for start in range(0, len(level), MAX_OPERATIONS)
+        ]
+    return level
 
 
 def _put(place: bytes, **content: Any) -> dict[str, Any]:
