@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from tests.support.etcd import EtcdCluster, needs_etcd
-from zmqgrad.store import EtcdStore
+from tests.support.waiting import eventually
+from zmqgrad.errors import StoreTimeoutError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import EtcdOptions, EtcdStore
 from zmqgrad.store.etcd import connection
 
 requests = pytest.importorskip("requests")
@@ -195,3 +198,78 @@ def test_closing_leaves_no_lease(cluster: EtcdCluster, store: EtcdStore, sent: R
         left = {each["ID"] for each in json.load(reply).get("leases", ())}
     assert len(granted) == 4
     assert not left & granted
+
+
+def test_a_member_that_stands_still_holds_no_call_beyond_its_time(
+    cluster: EtcdCluster, store: EtcdStore
+) -> None:
+    store.set("k", "1")
+    store.set_timeout(1.0)
+    limit = Deadline.after(5.0)  # less than the 9 s that a member has by default
+    cluster.freeze(0)
+    try:
+        with pytest.raises(StoreTimeoutError, match="Read timed out"):
+            store.set("k", "2")
+        store.close()
+        assert not limit.passed()
+    finally:
+        cluster.freeze(0, False)
+
+
+def test_closing_does_not_wait_for_a_watch_that_reads_again(store: EtcdStore, sent: Requests) -> None:
+    reading = threading.Event()
+
+    def fail(path: str, body: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            reading.set()
+            raise requests.ConnectionError
+
+    store.watch_key("k", lambda old, new: None)
+    sent.before = fail
+    store.set("k", LARGE)  # a watch reads it
+    assert reading.wait(PATIENCE)
+    limit = Deadline.after(4.0)
+    store.close()
+    assert not limit.passed()
+
+
+def test_a_user_logs_in_when_a_member_has_forgotten_that(sent: Requests) -> None:
+    """Threads that log in do not disturb each other; and so does a watch, which nothing else wakes."""
+    with EtcdCluster() as cluster:
+        for path, body in [
+            ("user/add", {"name": "root", "password": "pw"}),
+            ("role/add", {"name": "root"}),
+            ("user/grant", {"user": "root", "role": "root"}),
+            ("enable", {}),
+        ]:
+            url = f"http://127.0.0.1:{cluster.ports[0]}/v3/auth/{path}"
+            urllib.request.urlopen(url, dumps(body).encode(), timeout=PATIENCE).close()
+        options = EtcdOptions(user="root", password="pw")
+        with (
+            EtcdStore(cluster.endpoint, "job", PATIENCE, options=options) as store,
+            EtcdStore(cluster.endpoint, "job", PATIENCE, options=options) as other,
+        ):
+            logging_in = threading.Barrier(2)
+
+            def meet(path: str, body: str, reply: Any) -> None:
+                if path == "/auth/authenticate":
+                    logging_in.wait(PATIENCE)
+
+            sent.after = meet
+            sums: list[int] = []
+            threads = [
+                threading.Thread(target=lambda: sums.append(store.add("n", 1)), name=f"{n}") for n in range(2)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(sums) == [1, 2]
+            sent.after = lambda path, body, reply: None
+            seen: list[bytes | None] = []
+            store.watch_key("k", lambda old, new: seen.append(new))
+            cluster.kill(0)  # forgets its tokens
+            cluster.start(0)
+            cluster.await_health(0)
+            other.set("k", "1")
+            eventually(lambda: seen, [b"1"].__eq__, PATIENCE)

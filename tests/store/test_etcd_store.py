@@ -261,9 +261,17 @@ def test_nothing_replies(cluster: EtcdCluster) -> None:
 
 def test_invalid_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_members("a,b:1,[::1]:2,[::1]") == (("a", 2379), ("b", 1), ("::1", 2), ("::1", 2379))
-    for text in ("", "a,,b", "a:x", "a:99999"):
+    for text in ("", "a,,b", "a:x", "a:99999", "http://a:1", "a/b", "me:pw@a"):
         with pytest.raises(ConfigurationError, match="a member of etcd is"):
             EtcdStore(text, "job")
+    with pytest.raises(ConfigurationError, match="etcd has no members"):
+        EtcdStore([], "job")
+    for timeout in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigurationError, match="it must be a positive number"):
+            EtcdStore("a", "job", options=EtcdOptions(timeout))
+    for name in ("ca_cert", "ssl_cert", "ssl_cert_key"):
+        with pytest.raises(ConfigurationError, match=f"'{name}' of etcd names '/missing'"):
+            EtcdStore("a", "job", options=EtcdOptions(protocol="https", **{name: "/missing"}))
     with pytest.raises(ConfigurationError, match="it must name the job"):
         EtcdStore("a", "")
     monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)

@@ -7,9 +7,11 @@ lost, and is then repeated at another member: callers make it recognize itself.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
+import math
 import threading
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +35,12 @@ RETRY_SECONDS = 0.1
 
 MIN_REQUEST_SECONDS = 0.5
 """The least that one member is given to reply."""
+
+API_PATH = "/v3/"
+"""Of all versions since 3.4."""
+
+NO_TOKEN = ("invalid auth token", "user name is empty", "revision of auth store is old")
+"""How etcd refuses a request that has to log in anew: a member has restarted, or users have changed."""
 
 CONNECTIONS = 64
 """HTTP connections that are kept open to each member."""
@@ -138,6 +146,7 @@ class EtcdCluster:
                     f"a password or a certificate for etcd at {others[0]} needs protocol=https: by http, the "
                     f"network can read it"
                 )
+        _check(options)
         self._lock = threading.Lock()  # guards _members and _watches
         self._members = [_Member(host, port, options, len(members)) for host, port in members]
         self._watches: set[EtcdWatch] = set()
@@ -147,13 +156,13 @@ class EtcdCluster:
         """Returns the reply to ``transaction``. Errors as :meth:`post`."""
         tries = 0
 
-        def request(member: _Member) -> dict[str, Any]:
+        def request(member: _Member) -> TransactionReply:
             nonlocal tries
             tries += 1
-            return member.transact(transaction)
+            content = member.transact(transaction, deadline)
+            return TransactionReply(int(content["header"]["revision"]), content, tries > 1)
 
-        content = self._call(request, deadline)
-        return TransactionReply(int(content["header"]["revision"]), content, tries > 1)
+        return self._call(request, deadline)
 
     def post(self, path: str, content: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """The reply to another request.
@@ -163,7 +172,7 @@ class EtcdCluster:
             TransportError: if no member could be used before ``deadline``.
             ClosedError: after :meth:`close`.
         """
-        return self._call(lambda member: member.post(path, content), deadline)
+        return self._call(lambda member: member.post(path, content, deadline), deadline)
 
     def _call(self, request: Callable[[_Member], T], deadline: Deadline) -> T:
         """Try the members, the one that replied last first, until one replies or the time is over."""
@@ -267,7 +276,6 @@ class EtcdWatch:
                     if result.get("compact_revision"):
                         raise EtcdRefusedError("the revision to continue from was dropped", OUT_OF_RANGE)
                     if result.get("canceled"):
-                        member.forget_token()  # it is not told apart from a lack of permission
                         raise ValueError(str(result.get("cancel_reason", "the watch was canceled")))
                     created = True
                     if events := [_as_event(event) for event in result.get("events", ())]:
@@ -277,6 +285,7 @@ class EtcdWatch:
             if self.closed or (created and _timed_out(e)):
                 return
             self.failed = True
+            member.forget_token()  # etcd does not say whether that is why, or a lack of permission
             logger.debug("a watch at %s ends: %s", member.address, _describe(e))
             self._cluster.retire(member)
             self._cluster.pause()
@@ -295,6 +304,16 @@ class EtcdWatch:
                 except (ValueError, RuntimeError, OSError) as e:
                     logger.debug("a watch of etcd was ending already: %s", e)
         self._forget(self)
+
+
+def _check(options: EtcdOptions) -> None:
+    """Raises ``ConfigurationError`` if nothing could be reached with ``options``."""
+    if not 0 < options.timeout < math.inf:
+        raise ConfigurationError(f"the timeout of etcd is {options.timeout}; it must be a positive number")
+    for name in ("ca_cert", "ssl_cert", "ssl_cert_key"):
+        path = getattr(options, name)
+        if path and not Path(path).exists():
+            raise ConfigurationError(f"the setting {name!r} of etcd names {path!r}, which does not exist")
 
 
 class _Member:
@@ -316,35 +335,51 @@ class _Member:
             TypeError,
         )
         self._error = etcd3gw.exceptions.Etcd3Exception
-        self._credentials = None if options.user is None else (options.user, options.password)
+        self._login = None if options.user is None else {"name": options.user, "password": options.password}
         self._seconds = max(MIN_REQUEST_SECONDS, options.timeout / count)
         self._session = requests.Session()
         self._session.mount(f"{options.protocol}://", requests.adapters.HTTPAdapter(pool_maxsize=CONNECTIONS))
+        self._session.headers["Authorization"] = None  # sends none; a new name would disturb other threads
         self._session.trust_env = False  # a proxy of this host does not lead to a cluster
         self._session.verify = options.ca_cert or True
         if options.ssl_cert:
             self._session.cert = (options.ssl_cert, options.ssl_cert_key)
         self._client = etcd3gw.Etcd3Client(
-            host.strip("[]"), port, options.protocol, timeout=self._seconds, session=self._session
+            host.strip("[]"),
+            port,
+            options.protocol,
+            timeout=self._seconds,
+            api_path=API_PATH,
+            session=self._session,
         )
 
-    def transact(self, transaction: dict[str, Any]) -> dict[str, Any]:
+    def transact(self, transaction: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Returns the reply to ``transaction``."""
-        reply: dict[str, Any] = self._authenticated(lambda: self._client.transaction(transaction))
+        client = self._client_until(deadline)
+        reply: dict[str, Any] = self._authenticated(client, lambda: client.transaction(transaction))
         return reply
 
-    def post(self, path: str, content: dict[str, Any]) -> dict[str, Any]:
+    def post(self, path: str, content: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Returns the reply to a request of another kind."""
-        url = self._client.get_url(path)
-        reply: dict[str, Any] = self._authenticated(lambda: self._client.post(url, json=content))
+        client = self._client_until(deadline)
+        url = client.get_url(path)
+        reply: dict[str, Any] = self._authenticated(client, lambda: client.post(url, json=content))
         return reply
+
+    def _client_until(self, deadline: Deadline) -> Any:
+        """The client; it waits no longer than until ``deadline``, if that is not too short for a reply."""
+        if deadline.left() >= self._seconds:
+            return self._client
+        client = copy.copy(self._client)
+        client.timeout = max(MIN_REQUEST_SECONDS, deadline.left())
+        return client
 
     def open(self, path: str, content: dict[str, Any], seconds: float) -> Any:
         """Returns a reply that is a stream; reading it fails after ``seconds`` of silence.
 
         The client's own watch would start a thread for each call.
         """
-        self._authenticated(lambda: None)
+        self._authenticated(self._client, lambda: None)
         return self._session.post(
             self._client.get_url(path),
             json=content,
@@ -353,28 +388,25 @@ class _Member:
             headers={"Grpc-Metadata-hasleader": "true"},  # a member without a leader ends the watch
         )
 
-    def forget_token(self) -> None:
-        """Log in before the next request: the token may have expired."""
-        self._session.headers.pop("Authorization", None)
-
-    def _authenticated(self, request: Callable[[], T]) -> T:
-        """Log in before the first request, and again if the token has expired."""
-        if self._credentials is None:
+    def _authenticated(self, client: Any, request: Callable[[], T]) -> T:
+        """Log in before the first request, and again if the token is no longer valid."""
+        if self._login is None:
             return request()
-        if "Authorization" in self._session.headers:
+        if self._session.headers["Authorization"] is not None:
             try:
                 return request()
             except self._error as e:
-                if "invalid auth token" not in (e.detail_text or ""):
+                if not any(text in (e.detail_text or "") for text in NO_TOKEN):
                     raise
-        self._log_in(*self._credentials)
+        # The token is sent with other requests until it is replaced, but not with this one.
+        url = client.get_url("/auth/authenticate")
+        reply = client.post(url, json=self._login, headers={"Authorization": None})
+        self._session.headers["Authorization"] = reply["token"]
         return request()
 
-    def _log_in(self, user: str, password: str) -> None:
-        self.forget_token()
-        url = self._client.get_url("/auth/authenticate")
-        token = self._client.post(url, json={"name": user, "password": password})["token"]
-        self._session.headers["Authorization"] = token
+    def forget_token(self) -> None:
+        """Log in before the next request: the token may have expired."""
+        self._session.headers["Authorization"] = None
 
     def close(self) -> None:
         self._session.close()

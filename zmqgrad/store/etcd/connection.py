@@ -73,7 +73,9 @@ MAX_LEASES = 8
 LATE_SECONDS = 1.0
 """Time for a request of a query that has none left: what exists at its deadline can still be read."""
 
+LEAVE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
+"""Time limits of closing: for requests, and for threads."""
 
 LACKS_PART = "key not found"
 """How etcd refuses a transaction whose parts of a value were deleted before."""
@@ -426,17 +428,18 @@ class EtcdConnection:
                 return
             self._closed = True
             watching, self._watching = self._watching, {}
-        self.watches.close()
         for watch, _ in watching.values():
             watch.close()
+        leaving = Deadline.after(LEAVE_SECONDS)
         for lease in list(self._leases):
             try:
-                self._cluster.post("/lease/revoke", {"ID": lease.number}, Deadline.after(1.0))
+                self._cluster.post("/lease/revoke", {"ID": lease.number}, leaving)
             except EtcdRefusedError:
                 pass  # it has ended
             except TransportError as e:
                 logger.debug("%s: what it leaves in etcd disappears in an hour: %s", self.name, e)
         self._cluster.close()
+        self.watches.close()  # now, as what they read again would wait for the cluster
         deadline = Deadline.after(CLOSE_SECONDS)
         for _, thread in watching.values():
             thread.join(deadline.timeout())

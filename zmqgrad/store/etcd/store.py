@@ -62,6 +62,8 @@ class EtcdStore(Store):
             raise ConfigurationError(f"{prefix!r} is no prefix: it must name the job")
         self._members = parse_members(members) if isinstance(members, str) else tuple(members)
         # A member on this host may be named by its loopback address, which leads to no other host.
+        if not self._members:
+            raise ConfigurationError("etcd has no members; name at least one")
         self._meeting = next((each for each in self._members if not is_loopback(each[0])), self._members[0])
         self._prefix = prefix
         self._options = options
@@ -163,11 +165,16 @@ def parse_member(text: str) -> tuple[str, int]:
     Raises:
         ConfigurationError: if it is malformed.
     """
+    text = text.strip()
+    if "@" in text:
+        raise ConfigurationError(
+            "a member of etcd is host or host:port, without a name and a password; set user and password_file"
+        )
     try:
-        parts = urlsplit(f"//{text.strip()}")
+        parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if not host:
+    if not host or parts.netloc != text:
         raise ConfigurationError(f"a member of etcd is {text!r}; it must be host or host:port")
     return host, ETCD_PORT if port is None else port
