@@ -34,6 +34,7 @@ from zmqgrad.errors import (
     RendezvousConnectionError,
     RendezvousStateError,
 )
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.etcd.store import open_url
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -125,6 +126,20 @@ def test_waiting_without_a_change_ends_in_time(backend: Make) -> None:
     one = backend()
     one.get_state()
     one.wait_for_change(None, 0.05)
+
+
+@needs_etcd
+def test_what_a_wait_was_to_continue_from_is_dropped(backend: Make, cluster: EtcdCluster) -> None:
+    """It may have changed. Without a pause, a node would read it as fast as it can."""
+    one = backend()
+    _, token, _ = one.set_state(b"1") or (b"", 0, False)
+    _, newer, _ = one.set_state(b"2", token, announce=False) or (b"", 0, False)
+    one.set_state(b"3", newer, announce=False)
+    cluster.compact()
+    limit = Deadline.after(WAIT)
+    began = limit.left()
+    assert one.wait_for_change(token, WAIT)
+    assert 0.1 <= began - limit.left() < WAIT / 2
 
 
 def test_an_endpoint_that_nobody_serves() -> None:

@@ -86,8 +86,9 @@ class EtcdBackend(RendezvousBackend):
                 watch.close()
         except ClosedError:
             return True  # the next read says so
-        except TransportError:
-            return True  # what it was to continue from was dropped
+        except TransportError:  # what it was to continue from was dropped; it may be again, at once
+            self._cluster.pause()
+            return True
 
     def close(self, in_use: bool = False) -> None:
         self._cluster.close()
