@@ -17,8 +17,11 @@ from tests.support.etcd import EtcdCluster, needs_etcd
 from tests.support.waiting import eventually
 from zmqgrad.errors import StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import EtcdOptions, EtcdStore
+from zmqgrad.store import EtcdOptions, EtcdStore, watch_cache
 from zmqgrad.store.etcd import connection
+from zmqgrad.store.etcd.connection import EtcdConnection
+from zmqgrad.store.watch import WatchRegistry
+from zmqgrad.store.watch_targets import Target
 
 requests = pytest.importorskip("requests")
 
@@ -35,7 +38,7 @@ def cluster() -> Iterator[EtcdCluster]:
 
 
 class Requests:
-    """The requests of all stores, as they leave this process."""
+    """The requests of all stores, but for watches, as they leave this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[tuple[str, bytes]] = []
@@ -48,9 +51,10 @@ class Requests:
         def recorded(session: Any, url: str, data: Any = None, json: Any = None, **rest: Any) -> Any:
             body = data if json is None else dumps(json)
             path = url.partition("/v3")[2]
-            if path != "/watch":
-                self.sent.append((url, body.encode()))
-                self.before(path, body)
+            if path == "/watch":
+                return post(session, url, data, json, **rest)
+            self.sent.append((url, body.encode()))
+            self.before(path, body)
             reply = post(session, url, data, json, **rest)
             self.after(path, body, reply)
             return reply
@@ -273,3 +277,90 @@ def test_a_user_logs_in_when_a_member_has_forgotten_that(sent: Requests) -> None
             cluster.await_health(0)
             other.set("k", "1")
             eventually(lambda: seen, [b"1"].__eq__, PATIENCE)
+
+
+def ignore(old: bytes | None, new: bytes | None) -> None:
+    """A callback that does nothing."""
+
+
+def streams() -> int:
+    """How many watches are under way, by the threads that read them."""
+    return sum(thread.name.endswith("-watch") and thread.daemon for thread in threading.enumerate())
+
+
+def test_a_watch_that_is_read_again_after_its_end_leaves_no_thread(
+    store: EtcdStore, sent: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.watch_key("other", ignore)  # starts the threads that all watches share
+    shared = streams()
+    store.watch_key("k", ignore)
+    start = EtcdConnection.start_watching
+    started = threading.Event()
+
+    def end_before(connection: EtcdConnection, target: Target, revision: int) -> None:
+        store.unwatch_key("k")
+        start(connection, target, revision)
+        started.set()
+
+    monkeypatch.setattr(EtcdConnection, "start_watching", end_before)
+    store.set("k", LARGE)  # the watch reads it
+    assert started.wait(PATIENCE)
+    eventually(streams, shared.__eq__, PATIENCE)
+
+
+def test_a_watch_that_begins_while_another_ends_misses_nothing(
+    store: EtcdStore, sent: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the cluster cannot be used at that moment."""
+    store.watch_key("k", ignore)
+    seen: list[bytes | None] = []
+    stop = EtcdConnection.stop_watching
+
+    def begin(connection: EtcdConnection, target: Target) -> None:
+        monkeypatch.setattr(EtcdConnection, "stop_watching", stop)
+        store.watch_key("k", lambda old, new: seen.append(new))
+        store.set_timeout(0.3)
+        sent.before = fail
+        stop(connection, target)
+
+    def fail(path: str, body: str) -> None:
+        raise requests.ConnectionError
+
+    monkeypatch.setattr(EtcdConnection, "stop_watching", begin)
+    with suppress(StoreTimeoutError):
+        store.unwatch_key("k", ignore)
+    sent.before = lambda path, body: None
+    store.set_timeout(PATIENCE)
+    store.set("k", "1")
+    eventually(lambda: seen, [b"1"].__eq__, PATIENCE)
+
+
+def test_notifications_that_had_to_be_dropped_are_missed(
+    store: EtcdStore, sent: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many came while the watch was read again: it is read once more."""
+    monkeypatch.setattr(watch_cache, "MAX_EARLY_NOTIFICATIONS", 2)
+    seen: dict[str, bytes | None] = {}
+    store.watch_prefix("p/", lambda key, old, new: seen.update({key: new}))
+    notify = WatchRegistry.on_notification
+    notified: list[int] = []
+
+    def count(registry: WatchRegistry, notification: Any) -> None:
+        notify(registry, notification)
+        notified.append(notification.revision)
+
+    monkeypatch.setattr(WatchRegistry, "on_notification", count)
+    other = store.clone()
+
+    def overtake(path: str, body: str, reply: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            sent.after = lambda path, body, reply: None
+            for key in ("p/a", "p/b", "p/c"):
+                other.set(key, key)
+            eventually(lambda: notified, lambda found: len(found) == 4, PATIENCE)
+
+    sent.after = overtake
+    with other:
+        store.set("p/large", LARGE)  # the watch reads it
+        expected = {"p/a": b"p/a", "p/b": b"p/b", "p/c": b"p/c", "p/large": LARGE}
+        eventually(lambda: seen, expected.__eq__, PATIENCE)

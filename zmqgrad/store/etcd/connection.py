@@ -12,7 +12,7 @@ import os
 import random
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -368,17 +368,19 @@ class EtcdConnection:
             end = after_prefix(start) if isinstance(target, Prefix) else None
             watch = self._cluster.watch(start, end, revision)
             thread = threading.Thread(
-                target=self._pass_on, args=(target, watch), name=f"{self.name}-watch", daemon=True
+                target=self._pass_on, args=(target, watch, revision), name=f"{self.name}-watch", daemon=True
             )
             self._watching[target] = watch, thread
             thread.start()
 
-    def _pass_on(self, target: Target, watch: EtcdWatch) -> None:
+    def _pass_on(self, target: Target, watch: EtcdWatch, last: int) -> None:
+        """Pass on the changes of ``target`` behind revision ``last``."""
         try:
             while not watch.closed:
                 for events in watch.batches(WATCH_SECONDS):
-                    for notification in self._notifications(target, events):
+                    for notification in self._notifications(target, events, last):
                         self.watches.on_notification(notification)
+                        last = notification.revision
         except TransportError as e:
             logger.debug("%s: the watch of %r begins anew: %s", self.name, target, e)
             with self._lock:
@@ -388,29 +390,31 @@ class EtcdConnection:
         finally:
             watch.close()
 
-    def _notifications(self, target: Target, events: list[Event]) -> list[ChangeNotification]:
-        """What ``events`` are for watches of ``target``. Several of one revision make these read again."""
+    def _notifications(self, target: Target, events: list[Event], last: int) -> Iterator[ChangeNotification]:
+        """What ``events`` are for watches of ``target``. Several of one revision make these read again.
+
+        Args:
+            last: the revision of the notification before.
+        """
         seen = len(self._layout.keys)
         if not isinstance(target, Prefix):
-            return [
-                KeyDeleted(target, revision, 0, None)
-                if data is None
-                else KeyUpdated(target, revision, 0, None, _short(data))
-                for _, data, revision in events
-            ]
-        found: list[ChangeNotification] = []
-        count: dict[int, int] = {}
-        for place, _, revision in events:
-            if prefix_matches(target.text, place[seen:].decode()):
-                count[revision] = count.get(revision, 0) + 1
-        for place, data, revision in events:
-            key = place[seen:].decode()
-            if not prefix_matches(target.text, key):
-                continue
+            for _, data, revision in events:
+                if data is None:
+                    yield KeyDeleted(target, revision, last, None)
+                else:
+                    yield KeyUpdated(target, revision, last, None, _short(data))
+                last = revision
+            return
+        keys = [place[seen:].decode() for place, _, _ in events]
+        concerned = [
+            (key, e) for key, e in zip(keys, events, strict=True) if prefix_matches(target.text, key)
+        ]
+        count = Counter(event.revision for _, event in concerned)
+        for key, (_, data, revision) in concerned:
             new = None if data is None or count[revision] > 1 else _short(data)
             left_out = count[revision] > 1 or (data is not None and new is None)
-            found.append(PrefixChanged(target.text, revision, 0, key, new, left_out))
-        return found
+            yield PrefixChanged(target.text, revision, last, key, new, left_out)
+            last = revision
 
     def stop_watching(self, target: Target) -> None:
         """Pass on no more changes of ``target``."""

@@ -100,13 +100,19 @@ class EtcdStore(Store):
     def _register(self, target: Target) -> Registration:
         found = as_registration(self._request(watch_query(target), self._timeout))
         self._connection.start_watching(target, found.revision)
+        if not self._registry.is_watched(target):
+            self._stop_watching(target)
         return found
 
     def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
         if self._registry.remove(target, handler):
-            self._connection.stop_watching(target)
-            if self._registry.is_watched(target):  # again: that watch may have been stopped with this one
-                self._registry.refresh(target)
+            self._stop_watching(target)
+
+    def _stop_watching(self, target: Target) -> None:
+        """End the watch of ``target``, which nobody watched."""
+        self._connection.stop_watching(target)
+        if self._registry.is_watched(target):  # again: that watch may have been stopped with this one
+            self._registry.on_disconnect()
 
     def statistics(self) -> dict[str, int]:
         """Number of blocked calls of this store (``parked``)."""
