@@ -67,6 +67,7 @@ REMEDIES = {
         "Read the traceback in the text, or the log of the worker; `rank` and `exit_code` tell which worker "
         "failed, and how."
     ),
+    "CommitError": "Let all ranks call restore() first, and commit() equally often; the text says more.",
     "LaunchTimeoutError": "Raise the timeout, or find out from the workers' logs what they wait for.",
     "RpcError": (
         "Catch it to handle every failure of a call that is not an exception of the called function."
