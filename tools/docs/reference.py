@@ -84,8 +84,9 @@ GROUPS = (
         "Rendezvous and elastic jobs",
         "How processes find each other, and start again after a failure. "
         "[Rendezvous](../concepts/rendezvous.md), [elastic jobs](../elastic.md), [Ray](../ray.md).",
-        "rendezvous.rendezvous rendezvous.register_rendezvous_handler elastic.launch elastic.LaunchConfig "
-        "elastic.Streams elastic.Std elastic.create_handler elastic.RendezvousHandler elastic.Rendezvous "
+        "rendezvous.rendezvous rendezvous.register_rendezvous_handler elastic.State elastic.Sharded "
+        "elastic.launch elastic.LaunchConfig elastic.Streams elastic.Std elastic.create_handler "
+        "elastic.RendezvousHandler elastic.Rendezvous "
         "elastic.RendezvousSettings elastic.RendezvousTimeout elastic.RendezvousBackend elastic.StoreBackend "
         "elastic.EtcdBackend elastic.register_backend elastic.Parameters ray.RayLauncher",
     ),
