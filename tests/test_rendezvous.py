@@ -275,7 +275,8 @@ def test_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("url", ["nowhere://x", "env", "", "127.0.0.1:29500"])
 def test_an_unknown_scheme(url: str) -> None:
     with pytest.raises(
-        RendezvousError, match=re.escape(f"No rendezvous handler for {url!r}") + ".*env://, file://, tcp://"
+        RendezvousError,
+        match=re.escape(f"No rendezvous handler for {url!r}") + ".*env://, etcd://, file://, tcp://",
     ):
         rendezvous(url)
 
@@ -411,10 +412,10 @@ def test_processes_meet() -> None:
 def test_has_world_size_by_url_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    for url in ("env://", "tcp://127.0.0.1:1", "zmq://127.0.0.1:1?rank=3", "file:///tmp/x"):
+    for url in ("env://", "tcp://127.0.0.1:1", "zmq://127.0.0.1:1?rank=3", "file:///tmp/x", "etcd://a,b/job"):
         assert not has_world_size(url), url
         assert has_world_size(url + ("&" if "?" in url else "?") + "world_size=3"), url
-    assert has_world_size("etcd://of-somebody-else"), "its handler will say"
+    assert has_world_size("other://of-somebody-else"), "its handler will say"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert has_world_size("env://")
     assert not has_world_size("tcp://127.0.0.1:1")

@@ -22,6 +22,7 @@ HARMLESS = {
         "abc",
         "array",
         "bisect",
+        "base64",
         "builtins",
         "collections",
         "contextlib",
@@ -90,6 +91,7 @@ LEFT_OUT = {
 SETS_OF_OBJECTS = {
     "_connections": "of file stores, which no drawn program uses",
     "_offenders": "only asked whether it contains one",
+    "_watches": "of clusters of etcd, which no drawn program uses",
     "_threads": "a simulated thread has a number for its hash",
 }
 """Attributes and variables that are sets of objects hashed by their address, and why that may be."""

@@ -29,7 +29,7 @@ GROUPS = (
         "calls",
         "Calls",
         "Join a group, and run functions on other workers. [Guide](../rpc.md).",
-        "rpc.init_rpc rpc.rpc_sync rpc.rpc_async rpc.RpcFuture rpc.broadcast rpc.wait_all "
+        "rpc.init_rpc rpc.rpc_sync rpc.rpc_async rpc.RpcFuture rpc.broadcast rpc.as_completed rpc.wait_all "
         "rpc.functions.async_execution rpc.checkpoint rpc.checkpoint_async rpc.cancelled rpc.time_left "
         "rpc.get_rpc_timeout rpc.set_rpc_timeout",
     ),

@@ -118,6 +118,11 @@ def as_completed(futures: Iterable[F], timeout: float = 0.0) -> Iterator[F]:
 
     Raises:
         ArgumentTypeError: if one of them is not a future.
+
+    Example:
+        >>> futures = rpc.broadcast(["worker0", "worker1"], abs, args=(-2,))
+        >>> [future.wait() for future in rpc.as_completed(futures)]
+        [2, 2]
     """
     each, seconds = _checked(futures), check_timeout(timeout)
     return (each[index] for index in in_order(each, seconds))

@@ -36,6 +36,9 @@ class Sharded(NamedTuple):
             cut as ``torch.tensor_split`` does; what is no tensor is taken from rank 0. A function: it gets
             the parts of all ranks (of an object, their state dicts), the rank and the world size, and returns
             the part of that rank.
+
+    Example:
+        >>> state = State(table=Sharded(torch.zeros(4), cut=0), step=0)
     """
 
     value: Any
@@ -58,6 +61,12 @@ class State:
 
     Raises:
         ConfigurationError: if a name is that of a method.
+
+    Example:
+        >>> state = State(model=torch.nn.Linear(2, 1), step=0)
+        >>> state.restore()  # doctest: +SKIP
+        >>> state.step += 1
+        >>> state.commit()  # doctest: +SKIP
     """
 
     def __init__(self, **values: Any) -> None:
