@@ -182,7 +182,8 @@ def test_a_slow_member_is_waited_for_during_half_of_the_time(clock: ManualClock,
         clock.advance(21.0)
         eventually(lambda: sum(each.done() for each in future.futures) == 3)
         clock.advance(20.0)
-        with pytest.raises(GroupError, match=r"no reply within 40 s from worker2$") as e:
+        # The time is over at both ends: worker2's own error may arrive before the caller gives up.
+        with pytest.raises(GroupError, match=r"no reply within 40 s from worker2$|worker2: RpcTimeout") as e:
             future.wait()
         assert isinstance(e.value, RpcTimeoutError)
         assert sorted(e.value.results) == names(3, 4, 5)
