@@ -85,17 +85,19 @@ def test_a_killed_worker_goes_on_from_its_last_commit(job: Job) -> None:
 
 def test_a_killed_node_and_its_shards_come_back_from_the_other_host(job: Job) -> None:
     """Of two nodes one is killed; the other goes on alone, with the shards of both, cut for one rank."""
-    nodes = [job.start(PAUSE, nodes="1:2") for _ in range(2)]
-    for node in nodes:
-        node.find(r"reached \d 5 -?[\d.e-]+$")
-    nodes[1].process.kill()
-    nodes[0].find(rf"restored 0 True 5 {rows(5, 0, 1)}")
-    nodes[0].find(r"reached 0 10 ")
+    first = job.start(PAUSE, nodes="1:2")
+    first.find(r"reached 0 5 ")  # alone, as the other may take longer to start than the round waits
+    other = job.start(PAUSE, nodes="1:2")
+    for node in (first, other):
+        node.find(r"reached \d 10 -?[\d.e-]+$")
+    other.process.kill()
+    first.find(rf"restored 0 True 10 {rows(10, 0, 1)}")
+    first.find(r"reached 0 15 ")
     joined = job.start(PAUSE, nodes="1:2")
-    for node in (nodes[0], joined):
-        rank = int(node.find(r"restored (\d) True 10 ")[1])
-        assert f"restored {rank} True 10 {rows(10, rank, 2)}".replace("\\", "") in node.text
-        node.find(rf"reached {rank} 15 ")
+    for node in (first, joined):
+        rank = int(node.find(r"restored (\d) True 15 ")[1])
+        assert f"restored {rank} True 15 {rows(15, rank, 2)}".replace("\\", "") in node.text
+        node.find(rf"reached {rank} 20 ")
 
 
 def test_a_spare_gets_the_state_of_the_node_whose_place_it_takes(job: Job) -> None:
@@ -128,12 +130,17 @@ def test_a_commit_that_not_all_ranks_have_made_is_not_restored(job: Job) -> None
 def test_the_last_commit_survives_all_agents_on_disk(job: Job, tmp_path: Path) -> None:
     path = repr(str(tmp_path / "saved"))
     saves = TRAIN.replace("state.restore()", f"state.restore({path})")
-    code = saves + f"go_on(state.step + 3); state.save({path}); print('saved', rank, flush=True)\n"
-    nodes = [job.start(code + "signal.pause()\n", nodes="1:2") for _ in range(2)]
+    code = (
+        saves + f"go_on(state.step + 3); state.save({path}); print('saved', rank, state.step, flush=True)\n"
+    )
+    first = job.start(code + "signal.pause()\n", nodes="1:2")
+    first.find("saved")  # alone
+    nodes = [first, job.start(code + "signal.pause()\n", nodes="1:2")]
     for node in nodes:
-        node.find("saved")
+        node.find(r"restored \d True 3 ")
+        node.find(r"saved \d 6")
     for node in nodes:
         node.process.kill()
     alone = job.start(code + "sys.exit()\n", nodes="1:2")
-    alone.find(rf"restored 0 True 3 {rows(3, 0, 1)}")
+    alone.find(rf"restored 0 True 6 {rows(6, 0, 1)}")
     assert alone.wait() == 0
