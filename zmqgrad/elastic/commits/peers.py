@@ -21,7 +21,7 @@ import msgspec
 from zmqgrad import environment
 from zmqgrad.elastic.commits.agreement import CommitId, Inventory, PartId
 from zmqgrad.elastic.commits.holder import Holder
-from zmqgrad.errors import CommitError, StoreError, StoreTimeoutError, ZmqgradError
+from zmqgrad.errors import CommitError, StoreError, StoreTimeoutError, TransportError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
@@ -68,6 +68,7 @@ class OtherAgents:
         self._pool: ThreadPool | None = None
         self._addresses: list[PeerAddress] = []
         self._buddy = (node_rank + 1) % num_nodes
+        self._known = threading.Event()  # set once the addresses are, or this is closed
         self._ids = itertools.count(1)
         self._replies: dict[
             int, tuple[int, Promise[memoryview | None]]
@@ -106,6 +107,7 @@ class OtherAgents:
         following = [(self._rank + step) % self._num_nodes for step in range(1, self._num_nodes)]
         elsewhere = [node for node in following if found[node].host != own.host]
         self._buddy = (elsewhere or following)[0]
+        self._known.set()
         return found
 
     def report(self, commit: CommitId) -> None:
@@ -157,6 +159,9 @@ class OtherAgents:
         )
 
     def _resolve(self, peer: int) -> PeerAddress:
+        # A node that has learned all addresses may ask before this one has.
+        if not self._known.wait(COPY_SECONDS) or self._closed.is_set():
+            raise TransportError(f"the address of node {peer} is not known")
         return self._addresses[peer]
 
     def copy(self, part: PartId, data: memoryview) -> None:
@@ -229,6 +234,7 @@ class OtherAgents:
 
     def close(self) -> None:
         self._closed.set()
+        self._known.set()
         with self._lock:
             mailbox, self._mailbox = self._mailbox, None
         for _, reply in list(self._replies.values()):
