@@ -406,7 +406,7 @@ class Client:
         if not (promise.done() or may_wait_for_others()):
             port.abandon(self._ports.on_unexpected)
             raise refused_wait(call.description)
-        abandoned = True
+        abandoned = failed = True
         tracer = self._hooks.tracer
         try:
             if tracer is not None:
@@ -417,7 +417,7 @@ class Client:
                     self._ports.on_unexpected(inbound)
                 elif self.pending.take(call.message_id) is not None:
                     promise.set_result(inbound)
-                    abandoned = False
+                    abandoned = failed = False
                     return inbound
                 else:  # another thread has removed the call and is about to set its promise
                     self._references.release_unread(inbound)
@@ -425,6 +425,7 @@ class Client:
             if promise.done() or not self._expire(call):
                 promise.wait_done()  # returns at once, unless another thread is just setting it
                 abandoned = promise.exception() is not None and call.peer not in self._lost
+            failed = abandoned or promise.exception() is not None
         except BaseException:  # Ctrl-C
             abandoned = self.cancel(call)
             raise
@@ -434,7 +435,7 @@ class Client:
             else:
                 port.release()
             if tracer is not None:
-                tracer.wait_ended(call.peer, call.message_id, abandoned or promise.exception() is not None)
+                tracer.wait_ended(call.peer, call.message_id, failed)
         try:
             return promise.result()
         finally:

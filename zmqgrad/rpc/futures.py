@@ -246,14 +246,14 @@ class RpcFuture(PythonFuture[T]):
             tracer = self._queue.tracer()
             if tracer is not None:
                 tracer.wait_begun(self.peer, self.message_id)
+            failed = True  # also if the reply arrives while Ctrl-C ends the wait
             try:
                 self.waiting = True  # undone whenever Ctrl-C comes
                 reply.wait_done()  # has the deadline of the call
+                failed = reply.exception() is not None
             finally:
                 if tracer is not None:
-                    tracer.wait_ended(
-                        self.peer, self.message_id, not reply.done() or reply.exception() is not None
-                    )
+                    tracer.wait_ended(self.peer, self.message_id, failed)
                 self.waiting = False
                 if reply.done():
                     self.complete()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from zmqgrad.elastic.agent.listening import Listener
 from zmqgrad.elastic.agent.output import LineSplitter, Screen, without_escapes
 from zmqgrad.elastic.agent.streams import Stream
-from zmqgrad.elastic.agent.workers import ScriptWorker
+from zmqgrad.elastic.agent.workers import ScriptWorker, Worker
 
 LABEL = b"[worker 0] "
 OTHER = b"[worker 1] "
@@ -167,3 +168,45 @@ def test_output_of_a_worker_that_was_removed_meanwhile_is_not_read() -> None:
     worker.close()
     listener.show(ready)
     listener.close()
+
+
+class Written(ScriptWorker):
+    """A worker without a process, whose output the test writes."""
+
+    def __init__(self, rank: int) -> None:
+        Worker.__init__(self, rank, [Stream(2, b"", None, None)])
+
+    def write(self, text: str) -> None:
+        os.write(self.streams[0].child_end(), text.encode())
+
+    def close(self) -> None:
+        for stream in self.streams:
+            os.close(stream.child_end())
+            stream.close()
+
+
+def test_a_loss_is_shown_behind_its_cause_though_it_was_read_before() -> None:
+    """Worker 1 writes that it has lost worker 0 behind what worker 0 has written, which is not read yet."""
+    shown = bytearray()
+    listener = Listener(Screen(lambda fd, data: shown.extend(data)))
+    workers = [Written(0), Written(1)]
+    for worker in workers:
+        listener.add(worker)
+    head = "Traceback (most recent call last):\n"
+    workers[1].write("before\n")
+    ready = listener.ready(20)
+    workers[0].write(f"{head}  in the program\nValueError: the reason\n")
+    lost = "zmqgrad.errors.PeerLostError: w0 (worker 0) is gone"
+    workers[1].write(f"{head}  in a call\n{lost}\nbehind\n")
+    listener.show(ready)
+    assert shown.decode().splitlines() == [
+        *head.splitlines(),
+        "  in the program",
+        "ValueError: the reason",
+        "before",
+        f"{lost} (follows from the failure of another worker)",
+        "behind",
+    ]
+    listener.close()
+    for worker in workers:
+        worker.close()

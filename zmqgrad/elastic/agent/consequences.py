@@ -12,6 +12,13 @@ _LOST_STORE = re.compile(r"zmqgrad\.errors\.\w+: .*(the store no longer replies|
 _LOST_CONNECTION = re.compile(r"RuntimeError: .*\bgloo/transport/\S*\] Connection (closed|reset) by peer")
 _LOST_PEER = re.compile(r"zmqgrad\.errors\.PeerLostError\b(?:.*?\(worker (\d+)\))?")
 
+_WORDS_OF_LOSS = (b"PeerLostError", b"no longer replies", b"no store answered", b"by peer")
+
+
+def may_tell_of_loss(output: bytes) -> bool:
+    """Whether ``output`` may have an error of which :func:`lost_peer` names the cause."""
+    return any(words in output for words in _WORDS_OF_LOSS)
+
 
 def lost_peer(lines: Sequence[str]) -> int | None:
     """The rank of the worker whose loss made a worker fail, or UNKNOWN; None: no loss did.

@@ -8,6 +8,7 @@ import selectors
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from zmqgrad.elastic.agent.consequences import may_tell_of_loss
 from zmqgrad.elastic.agent.output import Screen
 from zmqgrad.elastic.agent.streams import STDERR, Stream
 from zmqgrad.elastic.agent.tracebacks import Shown, Tracebacks
@@ -58,6 +59,7 @@ class Listener:
     def remove(self, worker: Worker) -> None:
         """Stop listening to a worker that has exited. Shows pending output, also an unterminated line."""
         self.exited(worker)
+        self.wait(0)  # in the right order with what others have written before
         for key in list(self._selector.get_map().values()):
             source: _Source | None = key.data
             if source is None or source.worker is not worker:
@@ -76,16 +78,38 @@ class Listener:
         return self._selector.select(seconds)
 
     def show(self, ready: Ready) -> None:
-        """Show the output that is ready, except of workers that were removed since."""
-        for key, _ in ready:
-            source: _Source | None = key.data
-            if source is None or self._selector.get_map().get(key.fd) is not key:
-                continue
-            chunk = source.stream.read()
-            if chunk is None:
-                self._finish(source)
-            else:
-                self._show(source, chunk)
+        """Show the output that is ready, except of workers that were removed since.
+
+        A worker tells of the loss of another behind what that one has written: what came in between two
+        reads is read before it is shown, so that the cause comes first.
+        """
+        held: list[tuple[_Source, bytes | None]] = []
+        while True:
+            waits_for_cause = False
+            for source, chunk in self._read(ready):
+                tells = chunk is not None and may_tell_of_loss(chunk)
+                if tells or any(source is other for other, _ in held):
+                    held.append((source, chunk))
+                    waits_for_cause |= tells
+                else:
+                    self._take(source, chunk)
+            if not waits_for_cause:
+                break
+            ended = {id(source) for source, chunk in held if chunk is None}
+            ready = [each for each in self._selector.select(0) if id(each[0].data) not in ended]
+        for source, chunk in held:
+            self._take(source, chunk)
+
+    def _read(self, ready: Ready) -> list[tuple[_Source, bytes | None]]:
+        """What is ready, by stream; None at its end."""
+        sources = [key.data for key, _ in ready if self._selector.get_map().get(key.fd) is key]
+        return [(source, source.stream.read()) for source in sources if source is not None]
+
+    def _take(self, source: _Source, chunk: bytes | None) -> None:
+        if chunk is None:
+            self._finish(source)
+        else:
+            self._show(source, chunk)
 
     def wait(self, seconds: float | None) -> None:
         """Wait as :meth:`ready` does, and show the output."""
