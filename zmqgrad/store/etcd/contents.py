@@ -160,7 +160,7 @@ class _Queues:
         self._contents = contents
 
     def __len__(self) -> int:
-        raise NotImplementedError("nothing counts the queues of etcd")
+        return self._contents.queue_count()
 
     def __contains__(self, name: object) -> bool:
         assert isinstance(name, str)
@@ -308,6 +308,13 @@ class EtcdContents:
         """Number of items in the queue ``name``."""
         (result,) = self._read([{**self._range_of(name), "count_only": True}])
         return int(result.get("count", 0))
+
+    def queue_count(self) -> int:
+        """Number of queues that are not empty."""
+        start = self._layout.items
+        everything = {"key": encode(start), "range_end": encode(after_prefix(start)), "keys_only": True}
+        (result,) = self._read([everything])
+        return len({decode(kv["key"]).rpartition(b"/")[0] for kv in result.get("kvs", ())})
 
     def _range_of(self, name: str) -> dict[str, Any]:
         prefix = self._layout.queue(name)
