@@ -44,6 +44,9 @@ ACCEPT_BACKLOG = 4096
 IDENTIFY_AFTER_SECONDS = 1.0
 """How long a server may be silent before it is probed otherwise."""
 
+NAME_WITHIN_SECONDS = 5.0
+"""How long an error waits for the name of what has taken a port: its host may have more to do than to greet."""
+
 _POLL_SECONDS = (0.002, 0.05)
 
 OWN_CONNECTION = timedelta(seconds=30)
@@ -242,7 +245,7 @@ def _torch_store(
 def _listener(host: str, port: int) -> str:
     """Describe what listens at ``host:port``."""
     try:
-        server, mapper = _identify(host, port, Deadline.after(IDENTIFY_AFTER_SECONDS))
+        server, mapper = _identify(host, port, Deadline.after(NAME_WITHIN_SECONDS))
     except OSError:
         server = mapper = None
     if mapper is not None:
