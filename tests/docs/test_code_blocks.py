@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import doctest
 import itertools
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.docs.blocks import Block, blocks_of
-from tests.support.processes import free_port
+from tests.support.processes import free_port, run_processes
 from zmqgrad.runtime.clock import Deadline
 
 ROOT = Path(__file__).parents[2]
@@ -26,11 +26,7 @@ PAGES = {
 UNTIL_SECONDS = 45.0
 LANGUAGES = {"bash", "console", "python", "text", "mermaid", "yaml", "toml"}
 
-_RUN_BLOCKS = """
-import json, sys
-for _line, _code in json.load(sys.stdin):
-    exec(compile("\\n" * _line + _code, sys.argv[1], "exec"))
-"""
+BLOCK_SECONDS = 120.0
 
 
 def is_run(block: Block) -> bool:
@@ -106,9 +102,7 @@ class PageRun:
         if block.how == "file":
             (self.directory / block.what).write_text(text)
         elif block.how == "launch":
-            program = self.directory / f"line_{block.line}.py"
-            program.write_text(self._own(block.text, str(free_port())))
-            self._command([sys.executable, "-m", "zmqgrad", "run", "--nproc-per-node", block.what, program])
+            self._in_processes(int(block.what), [(block.line, self._own(block.text, str(free_port())))])
         elif block.how == "background":
             command = text.removeprefix("$ ").strip()
             self._background.append(
@@ -128,7 +122,20 @@ class PageRun:
     def run_python(self) -> None:
         """Run the kept blocks in one process. The program they make is its ``__main__``."""
         if self._python:
-            self._command([sys.executable, "-c", _RUN_BLOCKS, self.name], json.dumps(self._python))
+            self._in_processes(0, self._python)
+
+    def _in_processes(self, workers: int, blocks: Sequence[tuple[int, str]]) -> None:
+        """Run blocks one after another in each of ``workers``, which need not import torch again.
+
+        0: in one that no launcher has started.
+        """
+        run_processes(
+            run_blocks,
+            workers or 1,
+            (str(self.directory), self.name, blocks, workers > 0),
+            timeout=BLOCK_SECONDS,
+            env=None if workers else self._environment(),
+        )
 
     def _own(self, text: str, port: str = "") -> str:
         own = text.replace("29500", port or self._port).replace("(9400)", f"({self._other_port})")
@@ -138,8 +145,8 @@ class PageRun:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {**os.environ, "MASTER_PORT": str(free_port()), "PATH": path, "PYTHONPATH": str(ROOT)}
 
-    def _command(self, command: list[object], stdin: str = "") -> str:
-        done = self._run(command, stdin)
+    def _command(self, command: list[object]) -> str:
+        done = self._run(command)
         assert done.returncode == 0, f"{self.name}: {command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -149,10 +156,10 @@ class PageRun:
             assert not deadline.passed(), f"{self.name}: {command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def _run(self, command: list[object], stdin: str = "") -> subprocess.CompletedProcess[str]:
+    def _run(self, command: list[object]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             list(map(str, command)),
-            cwd=self.directory, env=self._environment(), input=stdin,
+            cwd=self.directory, env=self._environment(), stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=150, check=False,
         )  # fmt: skip
 
@@ -161,6 +168,21 @@ class PageRun:
         if expected.strip():
             found = doctest.OutputChecker().check_output(expected, output, flags)
             assert found, f"{self.name}: {command}\nexpected:\n{expected}\nprinted:\n{output}"
+
+
+def run_blocks(
+    rank: int, directory: str, name: str, blocks: Sequence[tuple[int, str]], is_launched: bool
+) -> None:
+    """Run the blocks of a page as a program of its own: what they define is in its ``__main__``."""
+    if not is_launched:
+        for variable in ("MASTER_ADDR", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            del os.environ[variable]
+    os.chdir(directory)
+    sys.path.insert(0, directory)
+    sys.argv = [name]
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    for line, code in blocks:
+        exec(compile("\n" * line + code, name, "exec"), main.__dict__)
 
 
 def commands_of(text: str) -> Iterator[tuple[str, str]]:
