@@ -1,5 +1,5 @@
 # Shortcuts.
-.PHONY: demo test check soak properties simulate fuzz bench docs docs-check dist matrix
+.PHONY: demo test check soak properties peers simulate fuzz bench docs docs-check dist matrix
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -11,6 +11,10 @@ test:  ## set up, then all checks and all tests
 soak:  ## calls, references, backward passes and watches under faults for MINUTES (60); nothing may grow
 	tools/setup
 	.venv/bin/python -m tools.soak --minutes $(or $(MINUTES),60)
+
+peers:  ## the examples over torch's RPC and over Ray, to compare
+	tools/setup
+	.venv/bin/python -m pytest --numprocesses 2 -m peers
 
 properties:  ## property tests with 5,000 examples each, for hours
 	tools/setup
