@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
 from zmqgrad.__main__ import main
 from zmqgrad.errors import TraceError
 from zmqgrad.trace import Job
-from zmqgrad.trace.drawing import as_mermaid, as_svg, as_text
+from zmqgrad.trace.drawing import as_mermaid, as_text
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.sequence import Diagram, Step, call_diagram, context_diagram, round_diagram
 from zmqgrad.wire.ids import join_id
@@ -263,13 +262,6 @@ def test_mermaid_escapes_what_would_end_a_statement() -> None:
     assert "Note over p1: ran f 3 ns FAILED" in text
 
 
-def test_svg_is_valid_and_escaped() -> None:
-    root = ElementTree.fromstring("\n".join(as_svg(DIAGRAM, shown)))
-    texts = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[0] == "a <b>"
-    assert "CALL f #1 10 ns" in texts
-
-
 def test_the_command_prints_each_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nested(tmp_path)
     assert run(tmp_path, "--call", 5) == 0
@@ -280,8 +272,4 @@ def test_the_command_prints_each_form(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     assert len(json.loads(printed.out)["steps"]) == 2
     assert "the last 4 steps are left out" in printed.err
-    assert run(tmp_path, "--call", 5, "--svg", tmp_path / "x.svg") == 0
-    assert (tmp_path / "x.svg").read_text().startswith("<svg")
-    assert run(tmp_path, "--call", 5, "--svg", tmp_path / "no" / "x.svg") == 1
-    assert "cannot write" in capsys.readouterr().err
     assert run(tmp_path, "--call", 77) == 1

@@ -52,7 +52,7 @@ _VIEWS = {
     "show": (
         "Draw a call, an autograd context or a rendezvous round, step by step.",
         "zmqgrad trace show runs/trace --call 0.7",
-        "zmqgrad trace show runs/trace --context --svg context.svg",
+        "zmqgrad trace show runs/trace --context --mermaid",
         "zmqgrad trace show runs/trace --round 1",
     ),
     "timeline": (

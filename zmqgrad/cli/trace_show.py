@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from pathlib import Path
 
 import msgspec
 
@@ -18,9 +17,8 @@ from zmqgrad.cli.trace_output import (
     print_table,
     printable,
 )
-from zmqgrad.errors import TraceError
 from zmqgrad.trace.contexts import Contexts
-from zmqgrad.trace.drawing import as_mermaid, as_svg, as_text
+from zmqgrad.trace.drawing import as_mermaid, as_text
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.sequence import Diagram, call_diagram, context_diagram, round_diagram
 from zmqgrad.wire.ids import parse_id, show_id
@@ -45,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=count, default=200, metavar="N", help="steps shown (default: %(default)s; 0: all)"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--mermaid", action="store_true", help="print Mermaid text")
-    form.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture")
+    form.add_argument("--mermaid", action="store_true", help="print Mermaid text, which draws a picture")
     form.add_argument("--json", action="store_true", help="print JSON; times in nanoseconds")
 
 
@@ -70,8 +67,6 @@ def execute(arguments: argparse.Namespace) -> int:
         note(f"the last {left_out} steps are left out: --limit 0 shows all")
     if arguments.json:
         print(msgspec.json.encode(diagram).decode())
-    elif arguments.svg is not None:
-        _write(arguments.svg, "\n".join(as_svg(diagram, duration)))
     elif arguments.mermaid:
         print(*map(printable, as_mermaid(diagram, duration)), sep="\n")
     else:
@@ -110,10 +105,3 @@ def _list(job: Job, as_json: bool) -> None:
         print_table(list(rows[0]), [list(map(str, row.values())) for row in shown])
     else:
         note(f"{job.directory} has no autograd contexts: the job used no autograd.context()")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as e:
-        raise TraceError(f"cannot write {path}: {e.strerror or e}") from e

@@ -1,9 +1,8 @@
-"""Draws a sequence diagram: as text for a terminal, as Mermaid, and as SVG. Pure."""
+"""Draws a sequence diagram: as text for a terminal, and as Mermaid. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from html import escape
 
 from zmqgrad.trace.sequence import Diagram, Step
 
@@ -84,43 +83,3 @@ def _plain(text: str) -> str:
 
 
 _ENTITIES = str.maketrans({"#": "#35;", ";": "#59;", "<": "#lt;", ">": "#gt;", "\n": " "})
-
-_LANE, _ROW, _TOP, _LEFT = 220, 34, 70, 110
-
-_STYLE = (
-    "text{font:13px sans-serif;fill:#222}.t{fill:#777;font-size:11px}.l{stroke:#bbb;stroke-dasharray:4}"
-    ".m{stroke:#1f5fbf;stroke-width:1.5}.r{stroke-dasharray:6 3}.f{stroke:#c00}"
-    ".n{fill:#f5e9b8;stroke:#b9a44c}"
-)
-
-
-def as_svg(diagram: Diagram, duration: Format) -> Iterator[str]:
-    """Yields the lines of an SVG picture; a row for each step."""
-    xs = {lane: _LEFT + _LANE // 2 + i * _LANE for i, lane in enumerate(diagram.lanes)}
-    width, height = _LEFT + _LANE * (len(xs) + 1), _TOP + _ROW * (len(diagram.steps) + 1)
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img">'
-    yield f"<title>{escape(diagram.title)}</title><style>{_STYLE}</style>"
-    yield '<marker id="a" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
-    yield '<path d="M0,0L9,4L0,8z" fill="context-stroke"/></marker>'
-    yield f'<rect width="{width}" height="{height}" fill="#fff"/>'
-    yield f'<text x="10" y="20">{escape(diagram.title)}</text>'
-    for lane, x in xs.items():
-        yield f'<line class="l" x1="{x}" x2="{x}" y1="{_TOP - 15}" y2="{height - 10}"/>'
-        yield f'<text x="{x}" y="{_TOP - 22}" text-anchor="middle" font-weight="bold">{escape(lane)}</text>'
-    start = diagram.steps[0].time if diagram.steps else 0
-    for i, step in enumerate(diagram.steps):
-        y, text = _TOP + _ROW * i + 20, escape(_caption(step, duration))
-        yield f'<text class="t" x="10" y="{y}">{duration(step.time - start)}</text>'
-        yield from _svg_step(step, xs, y, text)
-    yield "</svg>"
-
-
-def _svg_step(step: Step, xs: dict[str, int], y: int, text: str) -> Iterator[str]:
-    here = xs[step.source]
-    if not step.target or step.target == step.source:
-        yield f'<circle class="n" cx="{here}" cy="{y - 4}" r="5"/><text x="{here + 10}" y="{y}">{text}</text>'
-        return
-    there = xs[step.target]
-    classes = "m" + " r" * step.reply + " f" * step.failed
-    yield f'<line class="{classes}" x1="{here}" x2="{there}" y1="{y}" y2="{y}" marker-end="url(#a)"/>'
-    yield f'<text x="{min(here, there) + 8}" y="{y - 5}">{text}</text>'
