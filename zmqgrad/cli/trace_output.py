@@ -143,17 +143,6 @@ def count(text: str) -> int:
     return value
 
 
-def positive(text: str) -> float:
-    """The value of an option that is a time.
-
-    Raises:
-        ValueError: if it is no number above 0.
-    """
-    if not 0 < (value := float(text)) < math.inf:
-        raise ValueError(text)
-    return value
-
-
 class Progress:
     """Notes how far the logs of ``directory`` are read, if that takes long. Views may need several passes."""
 
