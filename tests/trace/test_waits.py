@@ -298,6 +298,19 @@ def test_notes_are_what_is_no_fault_and_lead_to_their_calls(tmp_path: Path) -> N
     assert all(f.severity is Severity.NOTE for f in notes.values())
 
 
+def test_all_waits_are_told_if_notes_are_wanted(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    for i in range(7):
+        waits_for(a, b, i, SECOND + i * SECOND, 20 * SECOND)
+    a.add(Tag.RENDEZVOUS, 21 * SECOND, 1, "later", 0, 0)
+    finish(a, b)
+    assert [f.kind for f in find(Job(tmp_path))].count("failed wait") == 5
+    found = [f for f in find(Job(tmp_path), notes=True) if f.kind == "failed wait"]
+    assert [round(f.evidence["seconds"]) for f in found] == [19, 18, 17, 16, 15, 14, 13]
+    assert [f.severity for f in found] == [Severity.PROBLEM] * 5 + [Severity.NOTE] * 2
+    assert found[6].evidence["where"] == "w1 has run it for 13.0 s, in thread main"
+
+
 def test_calls_without_a_reply_are_counted_by_function(tmp_path: Path) -> None:
     a, b = workers(tmp_path, 2)
     served(a, b, 1, SECOND, MS)
@@ -348,7 +361,8 @@ def test_other_waits_of_the_workers_of_a_deadlock_are_told_with_it(
         "Is a lock held during a call, or do all threads of the pool wait? "
         "The same command shows the lines of code while the job hangs.",
     ]
-    assert main(["trace", "waits", str(tmp_path)]) == 3
+    assert [each["thread"] for each in problems[0].evidence["waits"]] == ["engine", "main", "main"]
+    assert main(["trace", str(tmp_path)]) == 3
     assert "which cannot end before that" in capsys.readouterr().out
 
 

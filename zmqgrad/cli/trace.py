@@ -26,15 +26,11 @@ _VIEWS = {
     "findings": (
         "Name what stands out: hangs, stragglers, hot workers, repeated sends, unused results (the default).",
         "zmqgrad trace runs/trace",
-        "zmqgrad trace findings runs/trace --all --json",
+        "zmqgrad trace runs/trace --all --json",
     ),
     "report": (
         "Write one web page with findings, timeline, latencies, traffic, autograd and waits.",
         "zmqgrad trace report runs/trace",
-    ),
-    "waits": (
-        "Show who waits for whom, and where; name deadlocks.",
-        "zmqgrad trace waits runs/trace",
     ),
     "tail": (
         "Print messages, one per line, also while the job runs.",
@@ -66,12 +62,9 @@ _DEFAULT_VIEW = "findings"
 
 _EXIT_CODES = {
     "1": "the trace cannot be read, or does not have what was asked for",
+    "3": "findings: there is a problem, such as a deadlock",
     "130": "Ctrl-C",
     "141": "the output was closed, as by | head",
-}
-_MORE_EXIT_CODES = {
-    "findings": {"3": "there is a problem, such as a deadlock"},
-    "waits": {"3": "there is a deadlock"},
 }
 
 
@@ -121,7 +114,7 @@ def _with_view(words: list[str]) -> list[str]:
 
 def _declare(name: str, parser: argparse.ArgumentParser) -> None:
     _view(name).add_arguments(parser)
-    describe(parser, _VIEWS[name][1:], _EXIT_CODES | _MORE_EXIT_CODES.get(name, {}))
+    describe(parser, _VIEWS[name][1:], _EXIT_CODES)
 
 
 def _view(name: str) -> Command:

@@ -35,46 +35,39 @@ _COLOURS = {Severity.PROBLEM: RED, Severity.WARNING: YELLOW}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_survey_arguments(parser)
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="also what is no fault: the slowest calls, the longest waits, workers that still run",
-    )
-
-
-def add_survey_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of :func:`survey`."""
     add_job_arguments(parser)
     add_part_arguments(parser, last_only=True)
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument(
-        "--no-stacks", action="store_true", help="do not ask a running job for the stacks of its threads"
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="how long to wait for the stacks of a running job (default: 2; 0: do not ask)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=2.0, help="how long to wait for the stacks (default: 2)"
+        "--all", action="store_true", help="also what is no fault: slow calls, all waits, running workers"
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the findings."""
-    findings = survey(arguments).findings(notes=arguments.all)
+    findings = _survey(arguments).findings(notes=arguments.all)
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
     elif not findings:
         print("nothing stands out")
     else:
-        print_findings(findings)
+        _print(findings)
     return EXIT_PROBLEM if any(each.severity is Severity.PROBLEM for each in findings) else 0
 
 
-def survey(arguments: argparse.Namespace) -> Survey:
+def _survey(arguments: argparse.Namespace) -> Survey:
     """What stands out in the job; if it runs, with the stacks of its threads and waits up to now."""
     job = open_job(arguments)
     alive = running(job)
     if not alive:
         return Survey(job)
-    if not arguments.no_stacks:
+    if arguments.seconds:
         for process in ask_for_stacks(job.directory, alive, arguments.seconds, MonotonicClock()):
             note(
                 f"{process} did not send its stacks in {arguments.seconds:g} s: "
@@ -86,8 +79,8 @@ def survey(arguments: argparse.Namespace) -> Survey:
     return Survey(job, None if now - job.cut < STALLED_NANOSECONDS else now)
 
 
-def print_findings(findings: Iterable[Finding]) -> None:
-    """Print each finding with its evidence; lines of code are not wrapped."""
+def _print(findings: Iterable[Finding]) -> None:
+    """Prints each finding with its evidence; lines of code are not wrapped."""
     width = min(100, terminal_width())
     for each in findings:
         print(f"{paint(each.severity.name, _COLOURS.get(each.severity))}: {printable(each.title)}")

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from zmqgrad.trace.cycles import blocked_by, find_cycles
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, most_common
 from zmqgrad.trace.kinds import PROGRAM_CALLS
 from zmqgrad.trace.labels import actor_label, show_time, tidy
 from zmqgrad.trace.model import Actor
-from zmqgrad.trace.places import describe, headline, target_label
+from zmqgrad.trace.places import describe, headline, locate, target_label, thread_label
 from zmqgrad.trace.waits import MAX_STUCK, Wait, Waits
 
 STUCK_NANOSECONDS = 5_000_000_000
 """A wait that has lasted for so long and not ended is a finding."""
+
+NOTED_NANOSECONDS = 1_000_000_000
+"""Shorter waits are not even noted: requests are always on their way in a job that runs."""
+
+MAX_NOTED = 30
 
 OWN_FUNCTIONS = "zmqgrad."
 """What this library calls for itself, such as to release contexts: the program does not wait for it."""
@@ -37,10 +43,7 @@ def deadlocks(waits: Waits) -> Iterator[Finding]:
             "\n".join(lines),
             names,
             max(wait.since for wait in cycle),
-            {
-                "seconds": min(wait.duration(waits.now) for wait in cycle) / 1e9,
-                "waits": len(cycle) + len(more),
-            },
+            {"waits": [_evidence(wait, waits) for wait in [*cycle, *more]]},
             next((wait.call.request.key for wait in cycle if wait.call is not None), None),
         )
 
@@ -50,21 +53,65 @@ def explained(waits: Waits) -> list[Wait]:
     return [wait for cycle in find_cycles(waits) for wait in [*cycle, *blocked_by(cycle, waits)]]
 
 
+def _others(waits: Waits) -> list[Wait]:
+    """The waits that no deadlock explains, longest first."""
+    cyclic = {id(wait) for wait in explained(waits)}
+    rest = [w for w in waits.stuck() if id(w) not in cyclic and w.duration(waits.now) >= NOTED_NANOSECONDS]
+    return sorted(rest, key=lambda w: -w.duration(waits.now))
+
+
+def _are_long(others: Collection[Wait], waits: Waits) -> list[Wait]:
+    return [wait for wait in others if wait.duration(waits.now) > STUCK_NANOSECONDS][:SHOWN]
+
+
 def long_waits(waits: Waits) -> Iterator[Finding]:
     """Waits of no cycle that last long, or that failed."""
-    cyclic = {id(wait) for wait in explained(waits)}
-    rest = [w for w in waits.stuck() if id(w) not in cyclic and w.duration(waits.now) > STUCK_NANOSECONDS]
-    for wait in sorted(rest, key=lambda w: -w.duration(waits.now))[:SHOWN]:
-        yield Finding(
-            "failed wait" if wait.failed else "open wait",
-            Severity.PROBLEM if wait.is_blocking else Severity.WARNING,
-            f"{actor_label(wait.waiter)} got no reply for {show_time(wait.duration(waits.now))}",
-            "\n".join(describe(wait, waits)),
-            (actor_label(wait.waiter),),
-            wait.since,
-            {"seconds": wait.duration(waits.now) / 1e9},
-            wait.call.request.key if wait.call is not None else None,
-        )
+    for wait in _are_long(_others(waits), waits):
+        yield _finding(wait, waits, Severity.PROBLEM if wait.is_blocking else Severity.WARNING)
+
+
+def other_waits(waits: Waits) -> Iterator[Finding]:
+    """Shorter waits that have not ended or have failed; the longest that ended, by worker and function."""
+    others = _others(waits)
+    for wait in others[len(_are_long(others, waits)) :][:MAX_NOTED]:
+        yield _finding(wait, waits, Severity.NOTE)
+    longest: dict[tuple[Actor, int, str], Wait] = {}
+    for wait in waits.ended:
+        longest.setdefault((wait.waiter, wait.rank, wait.function), wait)
+    for wait in list(longest.values())[:SHOWN]:
+        yield _finding(wait, waits, Severity.NOTE)
+
+
+def _finding(wait: Wait, waits: Waits, severity: Severity) -> Finding:
+    who, took = actor_label(wait.waiter), show_time(wait.duration(waits.now))
+    is_stuck = wait.until is None or wait.failed
+    return Finding(
+        "failed wait" if wait.failed else "open wait" if is_stuck else "long wait",
+        severity,
+        f"{who} got no reply for {took}" if is_stuck else f"{who} waited {took}",
+        "\n".join(describe(wait, waits)) if is_stuck else f"For {wait.function} of {target_label(wait)}.",
+        (who,),
+        wait.since,
+        _evidence(wait, waits),
+        wait.call.request.key if wait.call is not None else None,
+    )
+
+
+def _evidence(wait: Wait, waits: Waits) -> dict[str, Any]:
+    """A wait for scripts; ``serving`` is the stack of the thread that runs the call."""
+    waiter, call, target = wait.waiter, wait.call, wait.target
+    return {
+        "seconds": wait.duration(waits.now) / 1e9,
+        "waiter": actor_label(waiter),
+        "pid": waiter.process.info.pid,
+        "thread": thread_label(wait),
+        "blocking": wait.is_blocking,
+        "for": target_label(wait),
+        "function": wait.function,
+        "where": locate(wait, waits),
+        "stack": waits.stack_of(waiter.process, wait.thread) if wait.is_blocking else "",
+        "serving": waits.stack_of(target.process, call.thread) if call is not None and target else "",
+    }
 
 
 def unanswered_calls(waits: Waits, told: Collection[Finding], *, is_live: bool) -> Iterator[Finding]:
@@ -97,22 +144,4 @@ def unanswered_calls(waits: Waits, told: Collection[Finding], *, is_live: bool) 
             time=calls[0].request.sent,
             evidence={"calls": len(calls)},
             message=calls[0].request.key,
-        )
-
-
-def longest_waits(waits: Waits) -> Iterator[Finding]:
-    """The longest waits that ended well, one for each worker and function."""
-    longest: dict[tuple[Actor, int, str], Wait] = {}
-    for wait in waits.ended:
-        longest.setdefault((wait.waiter, wait.rank, wait.function), wait)
-    for wait in list(longest.values())[:SHOWN]:
-        yield Finding(
-            "long wait",
-            Severity.NOTE,
-            f"{actor_label(wait.waiter)} waited {show_time(wait.duration(waits.now))}",
-            f"For {wait.function} of {target_label(wait)}.",
-            (actor_label(wait.waiter),),
-            wait.since,
-            {"seconds": wait.duration(waits.now) / 1e9},
-            wait.call.request.key if wait.call is not None else None,
         )

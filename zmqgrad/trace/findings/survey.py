@@ -8,7 +8,7 @@ from collections.abc import Callable
 from zmqgrad.trace.events import Interrupted, Usage
 from zmqgrad.trace.findings.calls import failing_calls, slow_calls
 from zmqgrad.trace.findings.finding import Finding, Severity
-from zmqgrad.trace.findings.hangs import deadlocks, long_waits, longest_waits, unanswered_calls
+from zmqgrad.trace.findings.hangs import deadlocks, long_waits, other_waits, unanswered_calls
 from zmqgrad.trace.findings.hot_workers import hot_workers
 from zmqgrad.trace.findings.load import Load, NestedWaits
 from zmqgrad.trace.findings.logs import Missed, cut_logs, gaps, lost_workers, still_running
@@ -57,7 +57,7 @@ class Survey:
         """All findings, the most severe first.
 
         Args:
-            notes: also what is no fault: the slowest calls, the longest waits, workers that still run.
+            notes: also what is no fault: the slowest calls, other waits, workers that still run.
         """
         job, waits, load = self._job, self.waits, self._load
         hangs = [*deadlocks(waits), *long_waits(waits)]
@@ -74,7 +74,7 @@ class Survey:
             *gaps(job),
         ]
         if notes:
-            found += [*still_running(job), *longest_waits(waits), *slow_calls(load)]
+            found += [*still_running(job), *other_waits(waits), *slow_calls(load)]
         return sorted(found, key=lambda each: list(Severity).index(each.severity))
 
 
