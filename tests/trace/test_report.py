@@ -191,8 +191,6 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert str(page) in capsys.readouterr().out
     assert page.stat().st_mode & 0o777 == 0o600
     assert len(data_of(page.read_bytes())[1]["step"]) == 20
-    assert main(["trace", "report", str(tmp_path), "--json"]) == 0
-    assert {f["severity"] for f in json.loads(capsys.readouterr().out)} == {"note"}
 
 
 def test_a_damaged_and_a_foreign_log_are_told_and_the_rest_is_shown(
@@ -228,7 +226,7 @@ def test_a_directory_without_logs(
 def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two(tmp_path, 1)
     assert main(["trace", "report", str(tmp_path), "-o", str(tmp_path / "missing" / "r.html")]) == 1
-    assert "cannot write the report" in capsys.readouterr().err
+    assert f"cannot write {tmp_path}" in capsys.readouterr().err
 
 
 def test_methods_of_remote_values_are_one_function() -> None:

@@ -216,50 +216,46 @@ DIAGRAM = Diagram(
     "a <b>",
     ["w0", "w1; x"],
     [
-        Step(0, "w0", "w1; x", "CALL f #1", 10),
-        Step(5, "w1; x", "", "ran f", 3, failed=True),
+        Step(0, "w0", "w1; x", "CALL f #1", 10_000),
+        Step(5, "w1; x", "", "ran f", 3_000, failed=True),
         Step(9, "w1; x", "w0", "RESULT #1", None, reply=True),
     ],
 )
 
 
-def shown(nanoseconds: float | None) -> str:
-    return f"{nanoseconds} ns"
-
-
 def test_text_has_an_arrow_per_message() -> None:
-    title, heads, *lines = as_text(DIAGRAM, shown, 100)
+    title, heads, *lines = as_text(DIAGRAM, 100)
     assert title == "a <b>"
     assert heads.split() == ["w0", "w1;", "x"]
-    assert "-- CALL f #1 10 ns --" in lines[0]
+    assert "-- CALL f #1 10.0 us --" in lines[0]
     assert lines[0].rstrip("|").endswith(">")
-    assert "* ran f 3 ns FAILED" in lines[1]
+    assert "* ran f 3.0 us FAILED" in lines[1]
     assert "<.." in lines[2]
     assert "RESULT #1 (not received)" in lines[2]
 
 
 def test_lines_keep_to_the_width_if_their_texts_can() -> None:
     steps = [
-        Step(0, "w0", "w1", "a call of a function", 10),
-        Step(5, "w1", "", "a note that is rather long", 3),
+        Step(0, "w0", "w1", "a call of a function", 10_000),
+        Step(5, "w1", "", "a note that is rather long", 3_000),
     ]
-    _, _, *lines = as_text(Diagram("t", ["w0", "w1"], steps), shown, 55)
-    assert max(map(len, lines)) <= 55
-    assert lines[-1].endswith("a note that is rather long 3 ns *")
+    _, _, *lines = as_text(Diagram("t", ["w0", "w1"], steps), 59)
+    assert max(map(len, lines)) <= 59
+    assert lines[-1].endswith("a note that is rather long 3.0 us *")
 
 
 def test_text_that_does_not_fit_stands_above_its_arrow() -> None:
-    lines = list(as_text(DIAGRAM, shown, 20))
+    lines = list(as_text(DIAGRAM, 20))
     assert len(lines) == 2 + 2 + 1 + 2
 
 
 def test_mermaid_escapes_what_would_end_a_statement() -> None:
-    text = "\n".join(as_mermaid(DIAGRAM, shown))
+    text = "\n".join(as_mermaid(DIAGRAM))
     assert text.startswith("sequenceDiagram\n")
     assert "participant p1 as w1#59; x" in text
-    assert "p0->>p1: CALL f #35;1 10 ns" in text
+    assert "p0->>p1: CALL f #35;1 10.0 us" in text
     assert "p1--xp0: RESULT" in text
-    assert "Note over p1: ran f 3 ns FAILED" in text
+    assert "Note over p1: ran f 3.0 us FAILED" in text
 
 
 def test_the_command_prints_each_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

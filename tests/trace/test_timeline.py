@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from zmqgrad import rpc
 from zmqgrad.__main__ import main
 from zmqgrad.errors import GroupError, TraceError
 from zmqgrad.testing import cluster
-from zmqgrad.trace import Job, chrome, record
+from zmqgrad.trace import Job, record
 from zmqgrad.trace.events import GroupCalled, ProcessInfo, Role, Tag
 from zmqgrad.trace.profiles import profile_events
 from zmqgrad.trace.timeline import Timeline
@@ -143,24 +144,28 @@ def test_a_message_that_never_arrived_has_no_arrow(tmp_path: Path) -> None:
     assert not named(events, "s", "message")
 
 
-def test_the_file_is_compressed_by_its_suffix_and_removed_if_it_cannot_be_finished(tmp_path: Path) -> None:
-    events: list[Event] = [{"ph": "M", "name": "a"}, {"ph": "M", "name": "b"}]
+def test_the_file_is_compressed_by_its_suffix_and_removed_if_it_cannot_be_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two(tmp_path, 3)
     plain, packed = tmp_path / "t.json", tmp_path / "t.json.gz"
-    assert chrome.write(plain, events) == chrome.write(packed, events) == 2
-    assert json.loads(gzip.decompress(packed.read_bytes())) == json.loads(plain.read_bytes())
-    assert json.loads(plain.read_bytes())["traceEvents"] == events
-    assert chrome.write(plain, []) == 0
-    assert json.loads(plain.read_bytes())["traceEvents"] == []
 
-    def broken() -> Any:
-        yield events[0]
+    def command(path: Path) -> int:
+        return main(["trace", "timeline", str(tmp_path), "-o", str(path)])
+
+    assert command(plain) == command(packed) == 0
+    assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
+    assert json.loads(plain.read_bytes())["traceEvents"] == json.loads(json.dumps(timeline(tmp_path)))
+    assert command(tmp_path / "missing" / "t.json") == 1
+    assert re.search(r"cannot write .*No such file", capsys.readouterr().err)
+
+    def broken(self: Timeline) -> Any:
+        yield {"ph": "M", "name": "a"}
         raise TraceError("cut")
 
-    with pytest.raises(TraceError, match="cut"):
-        chrome.write(plain, broken())
+    monkeypatch.setattr(Timeline, "events", broken)
+    assert command(plain) == 1
     assert not plain.exists()
-    with pytest.raises(TraceError, match=r"cannot write .*No such file"):
-        chrome.write(tmp_path / "missing" / "t.json", events)
 
 
 # ---- profiles -------------------------------------------------------------------------------------------
@@ -226,11 +231,12 @@ def test_a_profile_whose_process_is_not_unique_is_refused(tmp_path: Path) -> Non
 
 def test_the_command_writes_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two(tmp_path, 2, skew=0, clock="boot")
-    assert main(["trace", "timeline", str(tmp_path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    assert main(["trace", "timeline", str(tmp_path)]) == 0
     path = tmp_path / "timeline.json.gz"
-    assert told == {"path": str(path), "events": told["events"], "bytes": path.stat().st_size}
-    check(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert f"{path}: {len(events)} events" in capsys.readouterr().out
+    assert path.stat().st_mode & 0o777 == 0o600
+    check(events)
     assert main(["trace", "timeline", str(tmp_path / "missing")]) == 1
     assert "cannot read the trace directory" in capsys.readouterr().err
 

@@ -36,7 +36,7 @@ _COLOURS = {Severity.PROBLEM: RED, Severity.WARNING: YELLOW}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_job_arguments(parser)
-    add_part_arguments(parser, last_only=True)
+    add_part_arguments(parser, window=False)
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument(
         "--seconds",

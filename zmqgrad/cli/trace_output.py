@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
 
 from zmqgrad import environment
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ConfigurationError, TraceError
 from zmqgrad.runtime.clock import local_time, monotonic_ns
 from zmqgrad.trace import Job, Process
 from zmqgrad.trace.events import Role
@@ -39,17 +43,25 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", action="store_true", help="list the jobs of the directory")
 
 
-def add_part_arguments(parser: argparse.ArgumentParser, *, last_only: bool = False) -> None:
-    """Declare which part of the job is read; ``last_only``: a part must end with the job."""
-    for name, which in () if last_only else (("--since", "earlier"), ("--until", "later")):
+def add_part_arguments(parser: argparse.ArgumentParser, *, window: bool = True, last: bool = True) -> None:
+    """Declare which part of the job is read: a ``window`` of its time, the ``last`` seconds."""
+    for name, which in (("--since", "earlier"), ("--until", "later")) if window else ():
         help_text = f"leave out what happened {which} than this, from the start of the job"
         parser.add_argument(name, type=float, metavar="SECONDS", help=help_text)
-    parser.add_argument("--last", type=float, metavar="SECONDS", help="read only the end of the job")
+    if last:
+        parser.add_argument("--last", type=float, metavar="SECONDS", help="read only the end of the job")
 
 
 def add_stores_argument(parser: argparse.ArgumentParser) -> None:
     """Declare that the messages of stores are shown, too."""
     parser.add_argument("--stores", action="store_true", help="also the messages of stores")
+
+
+def add_output_argument(parser: argparse.ArgumentParser, name: str, more: str = "") -> None:
+    """Declare the file to write; :func:`output_path` is its path."""
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help=f"where to write it{more} (default: DIRECTORY/{name})"
+    )
 
 
 def chooses_part(arguments: argparse.Namespace) -> bool:
@@ -67,6 +79,31 @@ def directory_of(arguments: argparse.Namespace) -> str:
     if directory is None:
         raise ConfigurationError(f"pass the directory of the trace logs, or set {environment.TRACE}")
     return directory
+
+
+def output_path(arguments: argparse.Namespace, name: str) -> Path:
+    """The file to write: ``name`` in the directory of the logs, if no other is given."""
+    return Path(arguments.output or Path(directory_of(arguments)) / name)
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, readable for the user alone: it has names of the program. It is removed if that fails.
+
+    Raises:
+        TraceError: if it cannot be written.
+    """
+    opened = False
+    try:
+        with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            opened = True
+            yield file
+    except BaseException as e:
+        if opened and path.is_file():  # not a device
+            path.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            raise TraceError(f"cannot write {path}: {e.strerror or e}") from e
+        raise
 
 
 def open_job(arguments: argparse.Namespace) -> Job:
@@ -169,16 +206,6 @@ def note(text: str) -> None:
 def printable(text: str) -> str:
     """``text`` from a trace, fit for a terminal: control characters, which might command it, are escaped."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-
-
-def duration(nanoseconds: float | None) -> str:
-    """A time with a unit that fits, such as ``12.3 us``; ``-`` for None."""
-    if nanoseconds is None:
-        return "-"
-    for limit, divisor, unit in ((1e6, 1e3, "us"), (1e9, 1e6, "ms")):
-        if abs(nanoseconds) < limit:
-            return f"{nanoseconds / divisor:.1f} {unit}"
-    return f"{nanoseconds / 1e9:.2f} s"
 
 
 def clock_text(wall: int) -> str:

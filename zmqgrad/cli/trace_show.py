@@ -11,7 +11,6 @@ from zmqgrad.cli.trace_output import (
     add_job_arguments,
     add_part_arguments,
     count,
-    duration,
     note,
     open_job,
     print_table,
@@ -20,6 +19,7 @@ from zmqgrad.cli.trace_output import (
 from zmqgrad.trace.contexts import Contexts
 from zmqgrad.trace.drawing import as_mermaid, as_text
 from zmqgrad.trace.job import Job
+from zmqgrad.trace.labels import show_time
 from zmqgrad.trace.sequence import Diagram, call_diagram, context_diagram, round_diagram
 from zmqgrad.wire.ids import parse_id, show_id
 
@@ -68,10 +68,10 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(msgspec.json.encode(diagram).decode())
     elif arguments.mermaid:
-        print(*map(printable, as_mermaid(diagram, duration)), sep="\n")
+        print(*map(printable, as_mermaid(diagram)), sep="\n")
     else:
         width = shutil.get_terminal_size((110, 0)).columns
-        print(*map(printable, as_text(diagram, duration, width)), sep="\n")
+        print(*map(printable, as_text(diagram, width)), sep="\n")
     return 0
 
 
@@ -101,7 +101,7 @@ def _list(job: Job, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(rows).decode())
     elif rows:
-        shown = [{**row, "backward": duration(row["backward"])} for row in rows]  # type: ignore[arg-type]
+        shown = [{**row, "backward": show_time(row["backward"])} for row in rows]  # type: ignore[arg-type]
         print_table(list(rows[0]), [list(map(str, row.values())) for row in shown])
     else:
         note(f"{job.directory} has no autograd contexts: the job used no autograd.context()")

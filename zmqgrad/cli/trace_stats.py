@@ -13,12 +13,11 @@ from zmqgrad.cli.trace_output import (
     add_part_arguments,
     add_stores_argument,
     count,
-    duration,
     open_job,
     print_table,
     printable,
 )
-from zmqgrad.trace.labels import size
+from zmqgrad.trace.labels import show_time, size
 from zmqgrad.trace.stats import Latency, ProcessRow, Row, Statistics, statistics
 
 _ORDERS: dict[str, Callable[[Row], Any]] = {
@@ -69,7 +68,7 @@ def _is_of_store(row: Row) -> bool:
 
 def _print_processes(found: Statistics) -> None:
     print(
-        f"{duration(found.nanoseconds)}, {found.messages} messages, {size(found.bytes)}; "
+        f"{show_time(found.nanoseconds)}, {found.messages} messages, {size(found.bytes)}; "
         f"{found.lost} messages not received, {found.dropped} events dropped"
     )
     columns = ("process", "host", "pid", "events", "dropped", "clock error", "log")
@@ -77,7 +76,7 @@ def _print_processes(found: Statistics) -> None:
 
 
 def _process_cells(row: ProcessRow) -> Sequence[str]:
-    bound = "unknown" if row.clock_bound is None else f"<= {duration(row.clock_bound)}"
+    bound = "unknown" if row.clock_bound is None else f"<= {show_time(row.clock_bound)}"
     bound = "none" if row.clock_bound == 0 else bound
     if row.clock_jumps:
         bound += f", wall clock set {row.clock_jumps} times"
@@ -101,10 +100,10 @@ def _cells(row: Row) -> Sequence[str]:
     counts = ("-",) * 4
     if row.calls:
         counts = (str(row.calls), size(row.bytes / row.calls), str(row.failed), str(row.unanswered))
-    whole = map(duration, (row.whole.p50, row.whole.p90, row.whole.p99, row.whole.max))
+    whole = map(show_time, (row.whole.p50, row.whole.p90, row.whole.p99, row.whole.max))
     part = (_median(each) for each in (row.sending, row.transfer, row.queued, row.running))
     return (printable(row.name), str(row.messages), size(row.bytes), *counts, *whole, *part)
 
 
 def _median(latency: Latency) -> str:
-    return duration(latency.p50)
+    return show_time(latency.p50)

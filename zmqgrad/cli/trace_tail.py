@@ -19,7 +19,6 @@ from zmqgrad.cli.trace_output import (
     chooses_part,
     clock_text,
     directory_of,
-    duration,
     note,
     open_job,
     printable,
@@ -28,7 +27,7 @@ from zmqgrad.runtime.clock import wall_ns
 from zmqgrad.trace.events import Path, PeerDeclared
 from zmqgrad.trace.follow import Follower
 from zmqgrad.trace.kinds import is_store
-from zmqgrad.trace.labels import ends, id_label, size
+from zmqgrad.trace.labels import ends, id_label, show_time, size
 from zmqgrad.trace.model import Message
 from zmqgrad.trace.tail import Filter, Line, LiveMessages, recorded
 from zmqgrad.wire.ids import parse_id, show_id
@@ -186,7 +185,7 @@ def text_of(line: Line, wall: int) -> str:
         size(message.size),
         "shm" if message.path is Path.SHARED_MEMORY else "",
         _transit(message.sent, message.received),
-        f"call={duration(line.latency)}" if line.latency is not None else "",
+        f"call={show_time(line.latency)}" if line.latency is not None else "",
     ]
     return printable(" ".join(part for part in parts if part))
 
@@ -196,4 +195,4 @@ def _transit(sent: int | None, received: int | None) -> str:
         return "(send not recorded)"
     if received is None:
         return "(not received yet)"
-    return f"transit={duration(received - sent)}"
+    return f"transit={show_time(received - sent)}"

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import itertools
-import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from zmqgrad.cli.trace_output import (
     add_job_arguments,
+    add_output_argument,
     add_part_arguments,
     add_stores_argument,
-    directory_of,
     open_job,
+    output_file,
+    output_path,
 )
 from zmqgrad.trace import chrome
 from zmqgrad.trace.profiles import profile_events
 from zmqgrad.trace.timeline import Timeline
+
+NAME = "timeline.json.gz"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser)
     add_part_arguments(parser)
     add_stores_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="where to write it; .gz compresses, - is stdout (default: DIRECTORY/timeline.json.gz)",
-    )
+    add_output_argument(parser, NAME, "; .gz compresses, - is stdout")
     parser.add_argument(
         "--profiler",
         metavar="FILE",
@@ -51,13 +50,12 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     events = itertools.chain(timeline.events(), profiles)
     if arguments.output == "-":
-        chrome.write_to(sys.stdout.buffer, events)
+        chrome.write(sys.stdout.buffer, events)
         return 0
-    path = Path(arguments.output or Path(directory_of(arguments)) / "timeline.json.gz")
-    count = chrome.write(path, events)
-    size = path.stat().st_size
-    if arguments.json:
-        print(json.dumps({"path": str(path), "events": count, "bytes": size}))
-    else:
-        print(f"{path}: {count} events, {size / 1e6:.1f} MB; open it in https://ui.perfetto.dev")
+    path = output_path(arguments, NAME)
+    with output_file(path) as raw:
+        is_packed = path.suffix == ".gz"
+        with gzip.GzipFile("", "wb", 5, raw) if is_packed else nullcontext(raw) as file:
+            count = chrome.write(file, events)
+    print(f"{path}: {count} events, {path.stat().st_size / 1e6:.1f} MB; open it in https://ui.perfetto.dev")
     return 0

@@ -17,7 +17,6 @@ from zmqgrad.cli.trace_output import (
     add_stores_argument,
     clock_text,
     directory_of,
-    duration,
     printable,
     table,
     terminal_width,
@@ -25,7 +24,7 @@ from zmqgrad.cli.trace_output import (
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.trace.follow import Follower
-from zmqgrad.trace.labels import size
+from zmqgrad.trace.labels import show_time, size
 from zmqgrad.trace.live import is_recording
 from zmqgrad.trace.load import Load, Rate, Snapshot, WorkerLoad
 
@@ -148,7 +147,7 @@ def worker_cells(worker: WorkerLoad) -> tuple[str, ...]:
         printable(worker.name),
         str(worker.queued),
         str(worker.running),
-        duration(worker.oldest_ns) if worker.running else "-",
+        show_time(worker.oldest_ns) if worker.running else "-",
         str(worker.waiting),
         f"{worker.threads - worker.blocked} of {worker.working_limit}" if worker.working_limit else "-",
         str(worker.blocked),
@@ -170,8 +169,8 @@ def rate_cells(rate: Rate) -> tuple[str, ...]:
         f"{rate.messages:.0f}",
         size(rate.bytes),
         calls,
-        duration(rate.p50),
-        duration(rate.p99),
+        show_time(rate.p50),
+        show_time(rate.p99),
     )
 
 

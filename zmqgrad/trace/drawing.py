@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from zmqgrad.trace.labels import show_time
 from zmqgrad.trace.sequence import Diagram, Step
-
-Format = Callable[[float | None], str]
-"""Shows a time in nanoseconds."""
 
 _LEAST_GAP = 14
 _TIME_WIDTH = 11
 
 
-def as_text(diagram: Diagram, duration: Format, width: int = 110) -> Iterator[str]:
+def as_text(diagram: Diagram, width: int = 110) -> Iterator[str]:
     """Yields lines: the time since the first step, and arrows between the lanes, which are ``width`` wide."""
     gap = max(
         _LEAST_GAP, max(map(len, diagram.lanes)) + 2, (width - _TIME_WIDTH) // max(1, len(diagram.lanes))
@@ -24,8 +22,8 @@ def as_text(diagram: Diagram, duration: Format, width: int = 110) -> Iterator[st
     rails = [(x, "|") for x in middles.values()]
     start = diagram.steps[0].time if diagram.steps else 0
     for step in diagram.steps:
-        time = duration(step.time - start).rjust(_TIME_WIDTH - 2)
-        text = _caption(step, duration)
+        time = show_time(step.time - start).rjust(_TIME_WIDTH - 2)
+        text = _caption(step)
         here = middles[step.source]
         if not step.target or step.target == step.source:
             before = here - len(text) - 1  # where it fits neither after nor before its lane, it is too long
@@ -52,15 +50,15 @@ def _overlay(base: str, parts: list[tuple[int, str]]) -> str:
     return "".join(line).rstrip()
 
 
-def _caption(step: Step, duration: Format) -> str:
+def _caption(step: Step) -> str:
     if step.nanoseconds is not None:
-        took = f" {duration(step.nanoseconds)}"
+        took = f" {show_time(step.nanoseconds)}"
     else:
         took = " (not received)" if step.target else ""
     return f"{step.text}{took}{' FAILED' if step.failed else ''}"
 
 
-def as_mermaid(diagram: Diagram, duration: Format) -> Iterator[str]:
+def as_mermaid(diagram: Diagram) -> Iterator[str]:
     """Yields the lines of a Mermaid ``sequenceDiagram``."""
     ids = {lane: f"p{i}" for i, lane in enumerate(diagram.lanes)}
     yield "sequenceDiagram"
@@ -68,7 +66,7 @@ def as_mermaid(diagram: Diagram, duration: Format) -> Iterator[str]:
     for lane, name in ids.items():
         yield f"    participant {name} as {_plain(lane)}"
     for step in diagram.steps:
-        text = _plain(_caption(step, duration))
+        text = _plain(_caption(step))
         if not step.target:
             yield f"    Note over {ids[step.source]}: {text}"
         else:

@@ -53,12 +53,14 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def show_time(nanoseconds: float) -> str:
-    """A duration as text."""
+def show_time(nanoseconds: float | None) -> str:
+    """A duration with a unit that fits, such as ``12.3 us``; ``-`` for None."""
+    if nanoseconds is None:
+        return "-"
     for unit, factor in (("s", 1e9), ("ms", 1e6)):
-        if nanoseconds >= factor:
+        if abs(nanoseconds) >= factor:
             return f"{nanoseconds / factor:.1f} {unit}"
-    return f"{nanoseconds / 1e3:.0f} us"
+    return f"{nanoseconds / 1e3:.1f} us"
 
 
 def id_label(message: Message) -> str:
