@@ -8,11 +8,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from zmqgrad.trace.events import Event, Interrupted, PassStarted, Role, StackDumped, WaitBegun, WaitEnded
+from zmqgrad.trace.events import Interrupted, PassStarted, Role, StackDumped, WaitBegun, WaitEnded
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.kinds import BACKWARD, ONE_WAY, REPEATED
 from zmqgrad.trace.model import Actor, Call, Process, Stamped
@@ -25,9 +25,6 @@ MAX_STUCK = 10_000
 
 IN_FLIGHT_NANOSECONDS = 1_000_000_000
 """A reply that was sent this long before a log without an end stops may have arrived after it."""
-
-_Key = tuple[Actor, int, int]
-"""The actor, the thread and the message id of a wait."""
 
 
 class Wait(msgspec.Struct, eq=False):
@@ -109,44 +106,29 @@ class Waits(msgspec.Struct, eq=False):
         return len(queued), sum(c.started is not None for c in at)
 
 
-class WaitPairs:
-    """Pairs the begins of waits with their ends."""
+class Reader:
+    """Gets what :func:`find_waits` reads: all events, then all waits of threads, then all calls."""
 
-    def __init__(self) -> None:
-        self._open: dict[_Key, Wait] = {}
+    def add_event(self, stamped: Stamped) -> None:
+        """Takes an event."""
 
-    def add(self, time: int, actor: Actor, event: Event) -> Wait | None:
-        """Adds an event. Returns the wait that it ends, if it does."""
-        if isinstance(event, WaitBegun):
-            key = actor, event.thread, event.message_id
-            self._open[key] = Wait(actor, event.thread, event.message_id, event.peer, time)
-        elif isinstance(event, WaitEnded):
-            wait = self._open.pop((actor, event.thread, event.message_id), None)
-            if wait is not None:
-                wait.until, wait.failed = time, event.failed
-            return wait
-        return None
+    def add_wait(self, wait: Wait) -> None:
+        """Takes a wait, when it ends; last, those that have not ended."""
 
-    def rest(self) -> Iterable[Wait]:
-        """The waits that have not ended."""
-        return self._open.values()
+    def add_call(self, call: Call) -> None:
+        """Takes a call."""
 
 
-def find_waits(
-    job: Job,
-    now: int | None = None,
-    *,
-    on_event: Callable[[Stamped], None] | None = None,
-    on_call: Callable[[Call], None] | None = None,
-) -> Waits:
+def find_waits(job: Job, now: int | None = None, reader: Reader | None = None) -> Waits:
     """Reads the waits of a job.
 
     Args:
         now: the time of the job at which open waits are measured; None: that of the last event, or up to
             which the logs of processes that still record are read.
-        on_event, on_call: receive all events and calls, which saves reading the logs once more.
+        reader: gets what is read, which saves reading the logs once more.
     """
-    found = _read_events(job, on_event)
+    reader = reader or Reader()
+    found = _read_events(job, reader)
     if now is None and job.cut < math.inf:
         now = int(job.cut)
     if now is not None:
@@ -158,8 +140,7 @@ def find_waits(
     backward: deque[Call] = deque(maxlen=MAX_STUCK)
     answered: set[int] = set()
     for call in job.calls():
-        if on_call is not None:
-            on_call(call)
+        reader.add_call(call)
         request = call.request
         if request.kind in BACKWARD:
             if request.context in contexts and not _is_handled(call):
@@ -191,16 +172,15 @@ def find_waits(
     return found
 
 
-def _read_events(job: Job, on_event: Callable[[Stamped], None] | None) -> Waits:
+def _read_events(job: Job, reader: Reader) -> Waits:
     """The waits as their threads recorded them, and the last stacks."""
     found = Waits(0, [], [], [], [], {}, {})
-    pairs = WaitPairs()
+    begun: dict[tuple[Actor, int, int], Wait] = {}
     failed: deque[Wait] = deque(maxlen=MAX_STUCK)
     ended: list[tuple[int, int, Wait]] = []
     for number, stamped in enumerate(job.events()):
         time, process, actor, event = stamped
-        if on_event is not None:
-            on_event(stamped)
+        reader.add_event(stamped)
         if not isinstance(event, StackDumped):  # asked for just now, when the logs may be read to before that
             found.now = max(found.now, time)
         else:
@@ -214,14 +194,22 @@ def _read_events(job: Job, on_event: Callable[[Stamped], None] | None) -> Waits:
             continue
         if isinstance(event, PassStarted):
             found.passes[actor, event.pass_id] = event.context
-        elif (wait := pairs.add(time, actor, event)) is not None:
+        elif isinstance(event, WaitBegun):
+            key = actor, event.thread, event.message_id
+            begun[key] = Wait(*key, event.peer, time)
+        elif isinstance(event, WaitEnded) and (actor, event.thread, event.message_id) in begun:
+            wait = begun.pop((actor, event.thread, event.message_id))
+            wait.until, wait.failed = time, event.failed
+            reader.add_wait(wait)
             if wait.failed:
                 failed.append(wait)
             else:
                 heapq.heappush(ended, (time - wait.since, number, wait))
                 if len(ended) > LONGEST:
                     heapq.heappop(ended)
-    found.open = [wait for wait in pairs.rest() if wait.waiter.stopped is None]
+    for wait in begun.values():
+        reader.add_wait(wait)
+    found.open = [wait for wait in begun.values() if wait.waiter.stopped is None]
     found.failed = list(failed)
     found.ended = [wait for *_, wait in sorted(ended, reverse=True)]
     return found

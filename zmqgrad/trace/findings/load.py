@@ -8,9 +8,9 @@ from array import array
 from collections import Counter, defaultdict
 from typing import TypeVar
 
-from zmqgrad.trace.events import WaitBegun, WaitEnded
 from zmqgrad.trace.labels import tidy
-from zmqgrad.trace.model import Actor, Call, Stamped
+from zmqgrad.trace.model import Actor, Call
+from zmqgrad.trace.waits import Wait
 
 _K = TypeVar("_K")
 
@@ -19,21 +19,15 @@ class NestedWaits:
     """How long each thread waited for replies, between any two times. A thread has one wait at a time."""
 
     def __init__(self) -> None:
-        self._begun: dict[tuple[Actor, int], int] = {}
         self._ends: defaultdict[tuple[Actor, int], array[int]] = defaultdict(lambda: array("q"))
         self._sums: defaultdict[tuple[Actor, int], array[int]] = defaultdict(lambda: array("q", [0]))
 
-    def add(self, stamped: Stamped) -> None:
-        """Adds the event ``stamped``."""
-        event = stamped.event
-        if stamped.actor is None or not isinstance(event, (WaitBegun, WaitEnded)):
-            return
-        key = stamped.actor, event.thread
-        if isinstance(event, WaitBegun):
-            self._begun[key] = stamped.time
-        elif key in self._begun:
-            self._ends[key].append(stamped.time)
-            self._sums[key].append(self._sums[key][-1] + stamped.time - self._begun.pop(key))
+    def add(self, wait: Wait) -> None:
+        """Adds ``wait``, in the order of their ends."""
+        if wait.until is not None:
+            key = wait.waiter, wait.thread
+            self._ends[key].append(wait.until)
+            self._sums[key].append(self._sums[key][-1] + wait.until - wait.since)
 
     def between(self, actor: Actor, thread: int, begin: int, end: int) -> int:
         """The nanoseconds of the waits of this thread that ended between these times."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from zmqgrad.trace.events import Interrupted, Usage
 from zmqgrad.trace.findings.calls import failing_calls, slow_calls
@@ -18,37 +17,42 @@ from zmqgrad.trace.findings.unused_sends import Sends, unused_sends
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.kinds import PROGRAM_CALLS
 from zmqgrad.trace.model import Call, Stamped
-from zmqgrad.trace.waits import find_waits
+from zmqgrad.trace.waits import Reader, Wait, find_waits
 
 
-class Survey:
+class Survey(Reader):
     """What the findings of a job are computed from, read in one go.
 
     Args:
         now: as in :func:`~zmqgrad.trace.waits.find_waits`.
-        on_call: receives all calls, which saves reading the logs once more.
+        also: another reader, which saves reading the logs once more.
     """
 
-    def __init__(
-        self, job: Job, now: int | None = None, on_call: Callable[[Call], object] = lambda _: None
-    ) -> None:
-        self._on_call = on_call
+    def __init__(self, job: Job, now: int | None = None, also: Reader | None = None) -> None:
+        self._job, self._also = job, also or Reader()
         self._nested = NestedWaits()
-        self._job, self._load, self._sends, self._missed = job, Load(self._nested), Sends(job), Missed(job)
+        self._load, self._sends, self._missed = Load(self._nested), Sends(job), Missed(job)
         self._repeated = RepeatedSends()
-        self.waits = find_waits(job, now, on_event=self._add_event, on_call=self._add)
+        self.waits = find_waits(job, now, self)
 
-    def _add_event(self, stamped: Stamped) -> None:
+    def add_event(self, stamped: Stamped) -> None:
+        """Adds the event ``stamped``."""
+        self._also.add_event(stamped)
         self._sends.add(stamped)
         self._missed.add(stamped)
-        self._nested.add(stamped)
         if isinstance(stamped.event, Usage) and stamped.actor is not None:
             self._load.limits[stamped.actor] = stamped.event.working_limit
         elif isinstance(stamped.event, Interrupted):
             self._load.until = min(self._load.until, stamped.time)
 
-    def _add(self, call: Call) -> None:
-        self._on_call(call)
+    def add_wait(self, wait: Wait) -> None:
+        """Adds ``wait``."""
+        self._also.add_wait(wait)
+        self._nested.add(wait)
+
+    def add_call(self, call: Call) -> None:
+        """Adds ``call``."""
+        self._also.add_call(call)
         if call.request.kind in PROGRAM_CALLS:
             self._load.add(call)
             self._repeated.add(call)

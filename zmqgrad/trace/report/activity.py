@@ -3,60 +3,44 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 from zmqgrad.trace.contexts import Contexts
-from zmqgrad.trace.events import (
-    Event,
-    PeerDeclared,
-    SendRecorded,
-    StackDumped,
-    WaitBegun,
-    WaitEnded,
-)
+from zmqgrad.trace.events import PeerDeclared, SendRecorded, StackDumped
 from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Call, Process, Stamped
-from zmqgrad.trace.report.columns import HAS_FAILED, NO_ROW, Actors, Messages
-from zmqgrad.trace.waits import Wait, WaitPairs
+from zmqgrad.trace.report.columns import HAS_FAILED, NO_ROW, Messages
+from zmqgrad.trace.waits import Reader, Wait
 
 MAX_STACKS = 2_000
 """How many recorded stacks are kept: the latest."""
 
 
-class Activity:
-    """What happened besides messages; :meth:`add_call` notes at ``messages`` when they were served."""
+class Activity(Reader):
+    """What happened besides messages; calls note at ``messages`` when they were served."""
 
-    def __init__(self, actors: Actors, messages: Messages, events: Iterable[Stamped]) -> None:
+    def __init__(self, messages: Messages) -> None:
         self.waits: list[Wait] = []
         self.contexts = Contexts()
         self.send_rows: dict[int, int] = {}
         """The row of the message of each send of an autograd context."""
-        self._actors, self._messages = actors, messages
-        self._incarnations: dict[tuple[int, int], int] = {}
         self.stacks: deque[tuple[int, Process, StackDumped]] = deque(maxlen=MAX_STACKS)
-        self._pairs = WaitPairs()
-        self.last = 0
-        """The time of the last event."""
-        for stamped in events:
-            time, process, actor, event = stamped
-            self.last = max(self.last, time)
-            self.contexts.add(stamped)
-            if actor is not None:
-                self._add(time, actor, event)
-            elif isinstance(event, StackDumped):
-                self.stacks.append((time, process, event))
-        self.waits += self._pairs.rest()
-        self.waits.sort(key=lambda w: w.since)
+        self._messages = messages
+        self._incarnations: dict[tuple[int, int], int] = {}
 
-    def _add(self, time: int, actor: Actor, event: Event) -> None:
-        if isinstance(event, PeerDeclared):
+    def add_event(self, stamped: Stamped) -> None:
+        """Adds the event ``stamped``."""
+        time, process, actor, event = stamped
+        self.contexts.add(stamped)
+        if isinstance(event, StackDumped):
+            self.stacks.append((time, process, event))
+        elif isinstance(event, PeerDeclared):
             self._incarnations[id(actor), event.peer] = event.incarnation
-        elif isinstance(event, (WaitBegun, WaitEnded)):
-            wait = self._pairs.add(time, actor, event)
-            if wait is not None:
-                self.waits.append(wait)
-        elif isinstance(event, SendRecorded):
+        elif isinstance(event, SendRecorded) and actor is not None:
             self.send_rows[event.autograd_id] = self._row_of_send(actor, event)
+
+    def add_wait(self, wait: Wait) -> None:
+        """Adds ``wait``."""
+        self.waits.append(wait)
 
     def add_call(self, call: Call) -> None:
         """Notes when a call was served, and what its messages do not tell."""

@@ -58,8 +58,9 @@ class Report:
         if not len(self.messages) and (since > 0 or until < float("inf")):
             seconds = (self._end - self._start) / 1e9
             raise TraceError(f"{job.directory} has no messages of the chosen time: it has {seconds:.1f} s")
-        self.activity = Activity(self.actors, self.messages, job.events())
-        survey = Survey(job, on_call=self.activity.add_call)
+        self.activity = Activity(self.messages)
+        survey = Survey(job, also=self.activity)
+        self.activity.waits.sort(key=lambda w: w.since)
         self._waits, self.findings = survey.waits, survey.findings(notes=True)
         self._tick = max(1, -(-(self._end - self._start) // (MAX_UINT32 - 1)))
 
@@ -121,11 +122,11 @@ class Report:
         }
 
     def _wait_columns(self) -> dict[str, array[int]]:
-        waits, last = self.activity.waits, self.activity.last
+        waits, now = self.activity.waits, self._waits.now
         requests, threads = self.messages.requests, self.messages.threads
         return {
             "waitBegun": self._ticks(w.since for w in waits),
-            "waitTime": array("I", [min(w.duration(last) // self._tick, MAX_UINT32) for w in waits]),
+            "waitTime": array("I", [min(w.duration(now) // self._tick, MAX_UINT32) for w in waits]),
             "waitActor": array("h", [self.actors.number(w.waiter) for w in waits]),
             "waitPeer": array("h", [self.actors.worker(w.rank) for w in waits]),
             "waitState": array("B", [OPEN if w.until is None else int(w.failed) for w in waits]),
