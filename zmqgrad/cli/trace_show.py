@@ -84,9 +84,6 @@ def _choose(job: Job, arguments: argparse.Namespace) -> Diagram:
 
 
 def _list(job: Job, as_json: bool) -> None:
-    contexts = Contexts()
-    for stamped in job.events():
-        contexts.add(stamped)
     rows = [
         {
             "context": show_id(each.number),
@@ -96,7 +93,7 @@ def _list(job: Job, as_json: bool) -> None:
             "passes": len(each.passes),
             "backward": sum(p.ended - p.began for p in each.passes.values() if p.ended is not None),
         }
-        for each in contexts.all.values()
+        for each in Contexts(job.events()).all.values()
     ]
     if as_json:
         print(msgspec.json.encode(rows).decode())

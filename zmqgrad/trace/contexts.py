@@ -6,20 +6,12 @@ their sends arrive, and send gradients on to the sends of others (their recvs).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from zmqgrad.trace.events import (
-    ContextCreated,
-    GroupExecuted,
-    MessageSent,
-    PassFinished,
-    PassStarted,
-    RequestDescribed,
-    SendRecorded,
-)
-from zmqgrad.trace.labels import tidy
+from zmqgrad.trace.events import ContextCreated, GroupExecuted, PassFinished, PassStarted, SendRecorded
 from zmqgrad.trace.model import Actor, Stamped
-from zmqgrad.wire.messages import REQUEST
 
 
 class Send(msgspec.Struct):
@@ -73,28 +65,17 @@ class Context(msgspec.Struct):
 
 
 class Contexts:
-    """Collects all contexts from the events of a job.
+    """Collects all contexts from the events of a job: ``all``, in the order of their first events."""
 
-    Attributes:
-        all: the contexts by their numbers, in the order of their first events.
-        functions: what was called in them, by the message id of the request.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, events: Iterable[Stamped] = ()) -> None:
         self.all: dict[int, Context] = {}
-        self.functions: dict[int, str] = {}
+        for stamped in events:
+            self.add(stamped)
 
     def add(self, stamped: Stamped) -> None:
         """Adds the event ``stamped``."""
-        time, process, actor, event = stamped
-        if actor is None:
-            return
-        if isinstance(event, MessageSent):
-            if event.context and event.kind & REQUEST:
-                self.functions[event.message_id] = tidy(process.names.get(event.name, ""))
-        elif isinstance(event, RequestDescribed) and event.message_id in self.functions:
-            self.functions[event.message_id] = event.function  # it follows the send of the request
-        if not isinstance(event, _OF_CONTEXTS):
+        time, _, actor, event = stamped
+        if actor is None or not isinstance(event, _OF_CONTEXTS):
             return
         context = self.all.get(event.context)
         if context is None:

@@ -16,7 +16,7 @@ from zmqgrad.trace.cycles import COLLECTIVES
 from zmqgrad.trace.events import RendezvousStep
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.kinds import ONE_WAY, REPEATED, is_store
-from zmqgrad.trace.labels import actor_label, ends, id_label
+from zmqgrad.trace.labels import actor_label, ends, id_label, tidy
 from zmqgrad.trace.model import Call, Message
 from zmqgrad.trace.tail import recorded
 from zmqgrad.trace.waits import may_be_answered
@@ -80,10 +80,7 @@ def context_diagram(job: Job, number: int | None = None) -> Diagram:
     Raises:
         TraceError: if the trace does not have it.
     """
-    contexts = Contexts()
-    for stamped in job.events():
-        contexts.add(stamped)
-    found = contexts.all
+    found = Contexts(job.events()).all
     if not found:
         raise TraceError(f"{job.directory} has no autograd contexts: the job used no autograd.context()")
     if number is None:
@@ -104,10 +101,11 @@ def context_diagram(job: Job, number: int | None = None) -> Diagram:
     for each in context.passes.values():
         steps += _pass_steps(each, context)
     count = f"{len(context.workers)} workers, {len(sends)} sends"
+    calls = job.calls() if unused else ()
+    functions = {c.request.message_id: tidy(c.function) for c in calls if c.request.context == number}
     names = [
-        f"{show_id(n)} ({'result' if s.is_reply else 'arguments'} of {contexts.functions.get(s.message_id)})"
-        for n, s in context.sends.items()
-        if n in unused
+        f"{show_id(s.id)} ({'result' if s.is_reply else 'arguments'} of {functions.get(s.message_id)})"
+        for s in context.unused()
     ]
     more = f", {len(unused)} unused: {', '.join(names)}" if unused else ""
     return _diagram(f"autograd context {show_id(number)}: {count}{more}", steps)

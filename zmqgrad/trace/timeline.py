@@ -38,6 +38,9 @@ from zmqgrad.trace.labels import worker_label
 from zmqgrad.trace.model import Actor, Call, Message, Process, Stamped
 from zmqgrad.wire.messages import MessageType
 
+Args = Mapping[str, Any]
+"""What a viewer shows of an event that is selected."""
+
 MESSAGE_NANOSECONDS = 500
 """How long the mark of a message is: arrows need a slice. Two of a thread are further apart."""
 
@@ -58,13 +61,14 @@ class Timeline:
         """The time of the job at which the timeline begins."""
         self.pids = _numbers(job)
         """Numbers of the processes in the timeline."""
+        self._workers = {actor.rank: actor for actor in job.workers()}
 
     def events(self) -> Iterator[Event]:
         """Yields all events, in no order."""
         yield from self._tracks()
         yield from self._message_marks()
         yield from self._calls()
-        yield from _Threads(self).run(self.job.events())
+        yield from self._threads()
         yield from self._bytes_in_flight()
 
     # ---- helpers ----------------------------------------------------------------------------------------
@@ -93,14 +97,7 @@ class Timeline:
         }
 
     def slice(
-        self,
-        category: str,
-        title: str,
-        actor: Actor,
-        thread: int,
-        begin: int,
-        end: int | None,
-        args: Mapping[str, Any],
+        self, category: str, title: str, actor: Actor, thread: int, begin: int, end: int | None, args: Args
     ) -> Event:
         """A slice on the track of a thread; ``end`` None: it has not ended."""
         if end is None:
@@ -109,14 +106,7 @@ class Timeline:
         return self.at("X", title, actor, begin, thread, cat=category, dur=duration, args=args)
 
     def _interval(
-        self,
-        category: str,
-        title: str,
-        actor: Actor,
-        key: int,
-        begin: int,
-        end: int | None,
-        args: Mapping[str, Any],
+        self, category: str, title: str, actor: Actor, key: int, begin: int, end: int | None, args: Args
     ) -> Iterator[Event]:
         """A slice on a track by its name, beside others of that name that overlap it."""
         if end is None:
@@ -124,13 +114,6 @@ class Timeline:
         common: dict[str, Any] = {"cat": category, "id2": {"local": f"{key:#x}"}}
         yield self.at("b", title, actor, begin, args=args, **common)
         yield self.at("e", title, actor, max(begin, end), **common)
-
-    def group_call(self, time: int, actor: Actor, event: GroupCalled) -> Iterator[Event]:
-        """A group call at its caller, above its calls."""
-        title = f"group call {event.function} on {len(event.calls)} workers"
-        key = hash((self.pid(actor), event.thread, time)) & (1 << 63) - 1
-        args = {"calls": list(event.calls), "failed": event.failed}
-        yield from self._interval("group call", title, actor, key, time, time + event.nanoseconds, args)
 
     # ---- tracks -----------------------------------------------------------------------------------------
 
@@ -173,7 +156,7 @@ class Timeline:
 
     def _bytes_in_flight(self) -> Iterator[Event]:
         """By sender; of messages between workers whose logs are both here."""
-        senders = {actor.rank: actor for actor in self.job.workers()}
+        senders = self._workers
         flying: defaultdict[int, int] = defaultdict(int)
         for time, _, actor, event in self.job.events():
             if actor is None or actor.role is not Role.WORKER or event.__class__ not in _MESSAGES:
@@ -234,98 +217,70 @@ class Timeline:
             yield self.at("s", "queued", where, request.received, request.receiver_thread, **arrow)
             yield self.at("f", "queued", where, call.started, call.thread, bp="e", **arrow)
 
+    # ---- threads ----------------------------------------------------------------------------------------
 
-class _Threads:
-    """What threads do besides serving: waits, backward passes with their groups, steps of a rendezvous."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._workers = {actor.rank: actor for actor in timeline.job.workers()}
-        self._open: dict[tuple[object, ...], tuple[int, Actor, int, str, dict[str, Any]]] = {}
-
-    def run(self, events: Iterator[Stamped]) -> Iterator[Event]:
-        """Yields their slices."""
-        for time, _, actor, event in events:
-            if actor is None or event.__class__ not in _OF_THREADS:
+    def _threads(self) -> Iterator[Event]:
+        """What threads do besides serving: waits, backward passes with their groups, steps of rendezvous."""
+        begun: dict[tuple[Actor, int, bool, int], Stamped] = {}
+        for stamped in self.job.events():
+            time, _, actor, event = stamped
+            if actor is None or event.__class__ in _MESSAGES:
                 continue
-            if isinstance(event, WaitBegun):
-                peer = worker_label(self._workers.get(event.peer), event.peer)
-                name = f"wait for {'the backward pass' if event.peer == actor.rank else peer}"
-                args = {"request": event.message_id}
-                self._begin("wait", event.message_id, time, actor, event.thread, name, args)
-            elif isinstance(event, WaitEnded):
-                yield from self._end("wait", event.message_id, time, actor, event.thread, event.failed)
-            elif isinstance(event, PassStarted):
-                args = {"context": event.context, "pass": event.pass_id}
-                self._begin("backward", event.pass_id, time, actor, event.thread, "backward pass", args)
-            elif isinstance(event, PassFinished):
-                yield from self._end("backward", event.pass_id, time, actor, event.thread, event.failed)
-            elif isinstance(event, GroupExecuted):
-                yield self._group(time, actor, event)
-            elif isinstance(event, Published):
-                args = {"version": event.version, "bytes": event.bytes}
-                end, name = time + event.nanoseconds, f"publish {event.name}"
-                yield self._timeline.slice("publish", name, actor, event.thread, time, end, args)
-            elif isinstance(event, Serialized):
-                args = {"request": event.message_id, "bytes": sum(each[-1] for each in event.contents)}
-                end, name = (
-                    time + event.nanoseconds,
-                    f"serialize {'result' if event.is_reply else 'arguments'}",
-                )
-                yield self._timeline.slice("send", name, actor, event.thread, time, end, args)
-            elif isinstance(event, GroupCalled):
-                yield from self._timeline.group_call(time, actor, event)
+            if isinstance(event, (WaitBegun, PassStarted)):
+                begun[_interval_key(actor, event)] = stamped
+            elif isinstance(event, (WaitEnded, PassFinished)):
+                begin = begun.pop(_interval_key(actor, event), None)
+                if begin is not None:  # it may have been dropped
+                    yield self._of_thread(begin, time, {"failed": True} if event.failed else {})
+            elif isinstance(event, (GroupExecuted, Published, Serialized)):
+                yield self._of_thread(stamped, time + event.nanoseconds)
+            elif isinstance(event, GroupCalled):  # above its calls
+                title = f"group call {event.function} on {len(event.calls)} workers"
+                key = hash((self.pid(actor), event.thread, time)) & (1 << 63) - 1
+                args = {"calls": list(event.calls), "failed": event.failed}
+                end = time + event.nanoseconds
+                yield from self._interval("group call", title, actor, key, time, end, args)
             elif isinstance(event, RendezvousStep):
-                yield self._timeline.at(
-                    "i",
-                    f"rendezvous: {event.action}",
-                    actor,
-                    time,
-                    event.thread,
-                    s="t",
-                    args={"round": event.round, "participants": event.participants, "waiting": event.waiting},
-                )
-        for (category, *_), (begin, actor, thread, name, args) in self._open.items():
-            yield self._timeline.slice(str(category), name, actor, thread, begin, None, args)
+                steps = {"round": event.round, "participants": event.participants, "waiting": event.waiting}
+                title = f"rendezvous: {event.action}"
+                yield self.at("i", title, actor, time, event.thread, s="t", args=steps)
+        for begin in begun.values():
+            yield self._of_thread(begin, None)
 
-    def _begin(
-        self, category: str, key: int, time: int, actor: Actor, thread: int, name: str, args: dict[str, Any]
-    ) -> None:
-        self._open[category, id(actor), thread, key] = (time, actor, thread, name, args)
+    def _of_thread(self, stamped: Stamped, end: int | None, more: Args | None = None) -> Event:
+        """The slice of what began with this event."""
+        time, _, actor, event = stamped
+        assert actor is not None
+        args: Args
+        if isinstance(event, WaitBegun):
+            peer = worker_label(self._workers.get(event.peer), event.peer)
+            title = f"wait for {'the backward pass' if event.peer == actor.rank else peer}"
+            category, args = "wait", {"request": event.message_id}
+        elif isinstance(event, Published):
+            category, title = "publish", f"publish {event.name}"
+            args = {"version": event.version, "bytes": event.bytes}
+        elif isinstance(event, Serialized):
+            category, title = "send", f"serialize {'result' if event.is_reply else 'arguments'}"
+            args = {"request": event.message_id, "bytes": sum(each[-1] for each in event.contents)}
+        else:
+            assert isinstance(event, (PassStarted, GroupExecuted))
+            category, title = "backward", "backward pass"
+            args = {"context": event.context, "pass": event.pass_id}
+            if isinstance(event, GroupExecuted):
+                title = "backward group" if event.sends else "backward roots"
+                args = {**args, "sends": event.sends, "recvs": event.recvs}
+        return self.slice(category, title, actor, event.thread, time, end, {**args, **(more or {})})
 
-    def _end(
-        self, category: str, key: int, time: int, actor: Actor, thread: int, failed: bool
-    ) -> Iterator[Event]:
-        begun = self._open.pop((category, id(actor), thread, key), None)
-        if begun is not None:  # its begin may have been dropped
-            begin, _, _, name, args = begun
-            args = {**args, "failed": True} if failed else args
-            yield self._timeline.slice(category, name, actor, thread, begin, time, args)
 
-    def _group(self, time: int, actor: Actor, event: GroupExecuted) -> Event:
-        return self._timeline.slice(
-            "backward",
-            "backward group" if event.sends else "backward roots",
-            actor,
-            event.thread,
-            time,
-            time + event.nanoseconds,
-            {"context": event.context, "pass": event.pass_id, "sends": event.sends, "recvs": event.recvs},
-        )
+def _interval_key(
+    actor: Actor, event: WaitBegun | WaitEnded | PassStarted | PassFinished
+) -> tuple[Actor, int, bool, int]:
+    if isinstance(event, (WaitBegun, WaitEnded)):
+        return actor, event.thread, True, event.message_id
+    return actor, event.thread, False, event.pass_id
 
 
 _MESSAGES = (MessageSent, MessageReceived)
-_OF_THREADS = (
-    WaitBegun,
-    WaitEnded,
-    PassStarted,
-    PassFinished,
-    GroupExecuted,
-    GroupCalled,
-    Published,
-    RendezvousStep,
-    Serialized,
-)
 _REPLIED_TO = PROGRAM_CALLS | {MessageType.DISCOVER_AUTOGRAD_REQ}
 
 
@@ -339,7 +294,7 @@ def flow_id(message: Message) -> int:
     return hash((message.requester, message.message_id, message.kind, message.sent)) & (1 << 63) - 1
 
 
-def _fields(message: Message, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _fields(message: Message, more: Args | None = None) -> dict[str, Any]:
     fields: dict[str, Any] = {"id": message.message_id, "bytes": message.size, **(more or {})}
     if message.name:
         fields["name"] = message.name
