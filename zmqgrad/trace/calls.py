@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from zmqgrad.trace.events import (
-    MessageReceived,
-    MessageSent,
+    MessageEvent,
     PeerDeclared,
     RequestDescribed,
     RequestFinished,
@@ -15,7 +14,7 @@ from zmqgrad.trace.events import (
 )
 from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.model import Call, Entry, Message
-from zmqgrad.trace.pairing import Key, Open, Pairing, note_peer
+from zmqgrad.trace.pairing import Key, Open, Pairing
 from zmqgrad.wire.messages import REQUEST, RESPONSE
 
 
@@ -41,20 +40,17 @@ class Assembly:
     def add(self, entry: Entry) -> Sequence[Call]:
         """Adds an event. Returns the calls that this completes, or that make room."""
         _, declared, actor, event = entry
-        kind = type(event)
-        if kind is MessageSent or kind is MessageReceived:
+        if isinstance(event, (MessageEvent, PeerDeclared)):
             return [call for message in self._pairing.add(entry) for call in self._add(message)]
-        if kind is PeerDeclared:
-            note_peer(entry)
-        elif actor is None:
+        if actor is None:
             return ()
-        elif isinstance(event, (RequestStarted, RequestFinished)):
+        if isinstance(event, (RequestStarted, RequestFinished)):
             source = declared.incarnations.get((event.actor, event.peer), 0)
             return self._happened((source, event.message_id), entry)
-        elif isinstance(event, Serialized):
+        if isinstance(event, Serialized):
             source = declared.incarnations.get((event.actor, event.peer), 0) if event.is_reply else 0
             return self._happened((source or actor.incarnation, event.message_id), entry)
-        elif isinstance(event, RequestDescribed):
+        if isinstance(event, RequestDescribed):
             return self._happened((actor.incarnation, event.message_id), entry)
         return ()
 

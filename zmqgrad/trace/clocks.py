@@ -47,13 +47,24 @@ class _Sample(NamedTuple):
 class _Knots:
     """The offset of a clock from the reference at the centers of the bins.
 
-    ``times`` are of the clock itself, in order; ``segments`` changes where the clock has jumped.
+    ``times`` are of the clock itself, in order. Where the clock has jumped, there are two of one time.
     """
 
     times: list[float] = field(default_factory=list)
     offsets: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
-    segments: list[int] = field(default_factory=list)
+    segment: int = 0
+
+    def add(self, time: float, offset: float, bound: float, segment: int) -> None:
+        if self.times and segment != self.segment:
+            middle = (self.times[-1] + time) / 2
+            self.times += [middle, middle]
+            self.offsets += [self.offsets[-1], offset]
+            self.bounds += [self.bounds[-1], bound]
+        self.times.append(time)
+        self.offsets.append(offset)
+        self.bounds.append(bound)
+        self.segment = segment
 
 
 class Alignment:
@@ -73,35 +84,21 @@ class Alignment:
         return [self.reference, *self._knots]
 
     def converter(self, clock: Clock) -> Callable[[int], int]:
-        """A function from times of ``clock`` to times of the reference, quick for times nearly in order.
+        """A function from times of ``clock`` to times of the reference.
 
         Raises:
             KeyError: if no messages connect the clock with the reference.
         """
         if clock == self.reference:
             return lambda time: time
-        knots = self._knots[clock]
-        times, offsets, segments = knots.times, knots.offsets, knots.segments
-        low, high, start, offset, slope = 1.0, 0.0, 0.0, 0.0, 0.0  # an empty interval
+        times, offsets = self._knots[clock].times, self._knots[clock].offsets
 
         def convert(time: int) -> int:
-            nonlocal low, high, start, offset, slope
-            if not low <= time < high:
-                i = bisect.bisect_right(times, time) - 1
-                low, high = (
-                    times[i] if i >= 0 else -math.inf,
-                    times[i + 1] if i + 1 < len(times) else math.inf,
-                )
-                near = max(i, 0)
-                start, offset, slope = times[near], offsets[near], 0.0
-                if 0 <= i < len(times) - 1:
-                    if segments[i] == segments[i + 1]:
-                        slope = (offsets[i + 1] - offsets[i]) / (high - low)
-                    elif time >= (middle := (low + high) / 2):
-                        low, start, offset = middle, high, offsets[i + 1]
-                    else:
-                        high = middle
-            return time - round(offset + slope * (time - start))
+            i = bisect.bisect_right(times, time)
+            if not 0 < i < len(times):
+                return time - round(offsets[min(i, len(times) - 1)])
+            slope = (offsets[i] - offsets[i - 1]) / (times[i] - times[i - 1])
+            return time - round(offsets[i - 1] + slope * (time - times[i - 1]))
 
         return convert
 
@@ -235,10 +232,7 @@ class _Solver:
                 if math.isinf(high) and math.isinf(low):
                     continue  # a later segment that this clock has no part in
                 offset = (high + low) / 2 if high - low < math.inf else high if low == -math.inf else low
-                each.times.append(self._center(number) + offset)
-                each.offsets.append(offset)
-                each.bounds.append((high - low) / 2)
-                each.segments.append(self._segments[number])
+                each.add(self._center(number) + offset, offset, (high - low) / 2, self._segments[number])
         firsts = [i for i in range(1, len(self._bins)) if self._segments[i] != self._segments[i - 1]]
         jumps = [round(self._center(number)) for number in firsts]
         return Alignment(self._reference, knots, MAX_DRIFT * self._width, jumps)

@@ -63,17 +63,9 @@ def declare(process: Process, event: Event, wall: int) -> int:
     elif isinstance(event, ThreadDeclared):
         process.threads[event.thread] = event
     elif isinstance(event, ActorStarted):
-        process.actors[event.actor] = Actor(
-            process,
-            event.actor,
-            event.role,
-            event.name,
-            event.number,
-            event.incarnation,
-            event.job,
-            event.address,
-            event.time,
-        )
+        who = (event.actor, event.role, event.name, event.number)
+        where = (event.incarnation, event.job, event.address, event.time)
+        process.actors[event.actor] = Actor(process, *who, *where)
     elif isinstance(event, ActorStopped):
         if event.actor in process.actors:
             process.actors[event.actor].stopped = event.time

@@ -16,6 +16,8 @@ from zmqgrad.wire.messages import REQUEST, RESPONSE
 MAX_OPEN = 1 << 18
 """Incomplete messages or calls kept while reading; beyond, the oldest are yielded as they are."""
 
+_PAIRED = frozenset((MessageSent, MessageReceived, PeerDeclared))
+
 Key = tuple[int, ...]
 _T = TypeVar("_T")
 
@@ -48,22 +50,25 @@ class Pairing:
         self._name_keys: dict[str, int] = {}
 
     def run(self, entries: Iterable[Entry]) -> Iterator[Message]:
-        """Yields the messages of ``entries``."""
-        add = self.add
-        for entry in entries:
-            kind = type(entry[3])
-            if kind is MessageSent or kind is MessageReceived:
-                yield from add(entry)
-            elif kind is PeerDeclared:
-                note_peer(entry)
+        """Yields the messages of ``entries``; those of which only one end was recorded come last."""
+        yield from self.feed(entries)
         yield from self.rest()
 
+    def feed(self, entries: Iterable[Entry]) -> Iterator[Message]:
+        """Yields the messages that ``entries`` complete, or that make room."""
+        for entry in entries:
+            if type(entry[3]) in _PAIRED:  # quicker than to call for all
+                yield from self.add(entry)
+
     def add(self, entry: Entry) -> Sequence[Message]:
-        """Adds one end of a message. Returns the messages that this completes, or that make room."""
+        """Adds an event. Returns the messages that this completes, or that make room."""
         time, names, actor, event = entry
+        if not isinstance(event, MessageEvent):
+            if isinstance(event, PeerDeclared):  # by which the messages from this peer are paired
+                names.incarnations[event.actor, event.peer] = event.incarnation
+            return ()
         if actor is None:
             return ()  # its declaration was dropped
-        assert isinstance(event, MessageEvent)
         outgoing = type(event) is MessageSent
         if 0x60 <= event.kind < 0x70:
             return self._notification(time, actor, event, outgoing, names)
@@ -166,10 +171,3 @@ def _end_of(time: int, actor: Actor, event: MessageEvent, names: Declared) -> Me
         sent = (actor, None, time, None, event.thread, 0)
         return Message(event.kind, event.message_id, *sent, *common, event.nanoseconds)
     return Message(event.kind, event.message_id, None, actor, None, time, 0, event.thread, *common)
-
-
-def note_peer(entry: Entry) -> None:
-    """Notes the incarnation of a peer, by which the messages from it are paired."""
-    event = entry[3]
-    assert isinstance(event, PeerDeclared)
-    entry[1].incarnations[event.actor, event.peer] = event.incarnation

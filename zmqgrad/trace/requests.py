@@ -15,19 +15,18 @@ import msgspec
 
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns, wall_ns
+from zmqgrad.trace.declarations import declare
 from zmqgrad.trace.events import (
-    ActorStarted,
     Event,
     MessageReceived,
     MessageSent,
-    ProcessInfo,
     RequestFinished,
     RequestStarted,
     ThreadDeclared,
 )
 from zmqgrad.trace.kinds import BACKWARD, ONE_WAY
 from zmqgrad.trace.log import LogReader, find_logs
-from zmqgrad.trace.model import Call, Message
+from zmqgrad.trace.model import Actor, Call, Message, Process
 from zmqgrad.trace.places import place
 from zmqgrad.transport.tap import WORKER, Identity
 from zmqgrad.wire.messages import REQUEST, RESPONSE
@@ -45,20 +44,18 @@ FRESH_NANOSECONDS = 1_000_000_000
 
 
 class _Snapshot(msgspec.Struct):
-    """The requests that a worker has received, by their sender and message id, and its threads."""
+    """The requests that worker ``actor`` has received, by their sender and message id."""
 
-    info: ProcessInfo
-    name: str
+    process: Process
+    actor: Actor
     read: int
     is_complete: bool
     """Whether all of its log was read."""
     calls: dict[tuple[int, int], Call] = {}
-    threads: dict[int, str] = {}
 
     def now(self) -> int:
         """This moment by the clock of that process; by wall clocks, if it is on another host."""
-        here = wall_ns() - (self.info.wall - self.info.monotonic)
-        own = monotonic_ns()
+        own, here = monotonic_ns(), wall_ns() - self.process.wall_offset
         return own if abs(own - here) < FRESH_NANOSECONDS else here
 
 
@@ -98,47 +95,37 @@ class RemoteRequests:
             )
         if call is None:
             unknown = context or not snapshot.is_complete
-            return "" if unknown else f"{snapshot.name} has not received it, as far as its trace shows"
+            return "" if unknown else f"{snapshot.actor.name} has not received it, as far as its trace shows"
         waiting = [c for c in calls.values() if c.finished is None and c.request.kind not in ONE_WAY]
         before = call.request.received or 0
         queued = sum(c.started is None and (c.request.received or 0) < before for c in waiting)
         running = sum(c.started is not None for c in waiting)
-        thread = snapshot.threads.get(call.thread, f"thread {call.thread}")
-        return place(call, snapshot.now(), snapshot.name, thread, (queued, running))
+        thread = snapshot.process.thread_name(call.thread)
+        return place(call, snapshot.now(), snapshot.actor.name, thread, (queued, running))
 
     def _read(self, peer: int, incarnation: int) -> _Snapshot | None:
         """Reads the end of the log of worker ``peer``; None: it is not here."""
         for path in reversed(find_logs(self._directory)):
             with LogReader(path) as reader:
-                events = [e for batch in itertools.islice(reader.batches(), FIRST_RECORDS) for e in batch]
-                actor = self._find(events, peer, incarnation)
-                if actor is None:
-                    continue
-                snapshot = _Snapshot(
-                    reader.info, actor.name, monotonic_ns(), not reader.skip(MAX_BYTES), {}, {}
-                )
-                for event in events:
-                    _apply(snapshot, actor.actor, event)
-                for event in reader:
-                    _apply(snapshot, actor.actor, event)
-                return snapshot
-        return None
-
-    def _find(self, events: list[Event], peer: int, incarnation: int) -> ActorStarted | None:
-        """The declaration of worker ``peer``, if it is among ``events``."""
-        for event in events:
-            if isinstance(event, ActorStarted):
-                by_rank = (event.role, event.number, event.job) == (WORKER, peer, self._identity.job)
-                if event.incarnation == incarnation if incarnation else by_rank:
-                    return event
+                process = Process(path, reader.info)
+                first = [e for batch in itertools.islice(reader.batches(), FIRST_RECORDS) for e in batch]
+                for event in first:
+                    declare(process, event, 0)
+                for actor in process.actors.values():
+                    by_rank = (actor.role, actor.rank, actor.job) == (WORKER, peer, self._identity.job)
+                    if actor.incarnation == incarnation if incarnation else by_rank:
+                        snapshot = _Snapshot(process, actor, monotonic_ns(), not reader.skip(MAX_BYTES))
+                        for event in itertools.chain(first, reader):
+                            _apply(snapshot, event)
+                        return snapshot
         return None
 
 
-def _apply(snapshot: _Snapshot, actor: int, event: Event) -> None:
-    """Notes what ``event`` tells about the requests that ``actor`` has received."""
-    calls = snapshot.calls
+def _apply(snapshot: _Snapshot, event: Event) -> None:
+    """Notes what ``event`` tells about the requests that the worker has received."""
+    calls, actor = snapshot.calls, snapshot.actor.number
     if isinstance(event, ThreadDeclared):
-        snapshot.threads[event.thread] = event.name
+        declare(snapshot.process, event, 0)
     elif isinstance(event, MessageReceived):
         if event.actor == actor and event.kind & REQUEST:
             calls[event.peer, event.message_id] = Call(

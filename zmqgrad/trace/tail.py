@@ -7,11 +7,10 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from zmqgrad.trace.events import MessageReceived, MessageSent, PeerDeclared
 from zmqgrad.trace.kinds import REPEATED, is_store
 from zmqgrad.trace.labels import ends
 from zmqgrad.trace.model import Entry, Message
-from zmqgrad.trace.pairing import Open, Pairing, note_peer
+from zmqgrad.trace.pairing import Open, Pairing
 from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
 
 OVERDUE_NANOSECONDS = 1_000_000_000
@@ -108,20 +107,14 @@ class LiveMessages:
         self._replies = Replies()
         self._newest = 0
 
-    def add(self, entries: Iterable[Entry], waited: int = 0) -> list[Line]:
-        """Adds events. Returns the messages that are complete or overdue, in order of time.
+    def add(self, entries: Sequence[Entry], waited: int = 0) -> list[Line]:
+        """Adds events, in order of time. Returns the messages that are complete or overdue, in that order.
 
         Args:
             waited: nanoseconds since the last event.
         """
-        found: list[Message] = []
-        for entry in entries:
-            kind = type(entry[3])
-            if kind is MessageSent or kind is MessageReceived:
-                self._newest = max(self._newest, entry[0])
-                found += self._pairing.add(entry)
-            elif kind is PeerDeclared:
-                note_peer(entry)
+        self._newest = max(self._newest, entries[-1][0] if entries else 0)
+        found = list(self._pairing.feed(entries))
         found += self._pairing.overdue(self._newest + waited - OVERDUE_NANOSECONDS)
         return self._lines(found)
 
