@@ -22,36 +22,33 @@ _HEADER = "traceparent"
 _propagator = TraceContextTextMapPropagator()
 
 
-class _Outgoing:
+class _Open:
+    """A span that has not ended."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def end(self, error: str) -> None:
+        if error:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
+
+
+class _Outgoing(_Open):
     """As :class:`~zmqgrad.transport.tap.OutgoingSpan`."""
 
     def __init__(self, span: Span) -> None:
+        super().__init__(span)
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, trace.set_span_in_context(span))
         self.traceparent = carrier.get(_HEADER, "")  # empty: without an SDK, no span is valid
-        self._span = span
-
-    def end(self, error: str) -> None:
-        _end(self._span, error)
 
 
-class _Group:
+class _Group(_Open):
     """As :class:`~zmqgrad.transport.tap.GroupSpan`."""
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
 
     def parent(self) -> AbstractContextManager[object]:
         return trace.use_span(self._span, record_exception=False, set_status_on_exception=False)
-
-    def end(self, error: str) -> None:
-        _end(self._span, error)
-
-
-def _end(span: Span, error: str) -> None:
-    if error:
-        span.set_status(Status(StatusCode.ERROR, error))
-    span.end()
 
 
 class _Spans:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, cast
 from wsgiref.simple_server import WSGIServer
 
@@ -38,11 +39,10 @@ class Metrics:
     """What is counted, in ``registry``, by worker (or what else sends), message type and direction."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        kinds = ("worker", "type", "direction")
-        self.messages = Counter("zmqgrad_messages", "Messages sent or received.", kinds, registry=registry)
-        self.bytes = Counter(
-            "zmqgrad_message_bytes", "Bytes of messages sent or received.", kinds, registry=registry
-        )
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        kinds, worker = ("worker", "type", "direction"), ("worker",)
+        self.messages = counter("zmqgrad_messages", "Messages sent or received.", kinds)
+        self.bytes = counter("zmqgrad_message_bytes", "Bytes of messages sent or received.", kinds)
         self.latency = Histogram(
             "zmqgrad_request_seconds",
             "From sending a request to the arrival of its reply.",
@@ -50,18 +50,10 @@ class Metrics:
             registry=registry,
             buckets=LATENCY_SECONDS,
         )
-        self.failed = Counter(
-            "zmqgrad_requests_failed", "Requests that failed to be served.", ("worker",), registry=registry
-        )
-        self.queued = Gauge(
-            "zmqgrad_requests_queued", "Requests that wait for a thread.", ("worker",), registry=registry
-        )
-        self.running = Gauge(
-            "zmqgrad_requests_running", "Requests that threads serve.", ("worker",), registry=registry
-        )
-        self.lost = Counter(
-            "zmqgrad_peers_lost", "Workers that were declared lost.", ("worker",), registry=registry
-        )
+        self.failed = counter("zmqgrad_requests_failed", "Requests that failed to be served.", worker)
+        self.queued = gauge("zmqgrad_requests_queued", "Requests that wait for a thread.", worker)
+        self.running = gauge("zmqgrad_requests_running", "Requests that threads serve.", worker)
+        self.lost = counter("zmqgrad_peers_lost", "Workers that were declared lost.", worker)
 
 
 class Counting:
@@ -93,8 +85,8 @@ class _CountingTracer:
         is_worker = identity.role == tapping.WORKER
         self._name = identity.name if is_worker else Role(identity.role).name.lower()
         self._number = identity.number
-        self._by_kind: dict[tuple[int, bool], tuple[Any, Any]] = {}
-        self._latencies: dict[int, Any] = {}
+        self._counters = cache(self._make)
+        self._latency = cache(lambda kind: metrics.latency.labels(self._name, type_name(kind)))
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # kind and time by peer and message id
         self._queued: set[tuple[int, int]] = set()
         if is_worker:
@@ -109,7 +101,7 @@ class _CountingTracer:
     def _count(self, tapped: Tapped) -> None:
         """Counts a message."""
         kind, outgoing = tapped.envelope.type, tapped.outgoing
-        messages, size = self._by_kind.get((kind, outgoing)) or self._make(kind, outgoing)
+        messages, size = self._counters(kind, outgoing)
         messages.inc()
         size.inc(tapped.size)
         self._measure(tapped, (tapped.peer, tapped.envelope.message_id))
@@ -117,9 +109,7 @@ class _CountingTracer:
 
     def _make(self, kind: int, outgoing: bool) -> tuple[Any, Any]:
         labels = self._name, type_name(kind), "sent" if outgoing else "received"
-        made = self._metrics.messages.labels(*labels), self._metrics.bytes.labels(*labels)
-        self._by_kind[kind, outgoing] = made
-        return made
+        return self._metrics.messages.labels(*labels), self._metrics.bytes.labels(*labels)
 
     def _measure(self, tapped: Tapped, key: tuple[int, int]) -> None:
         outgoing, message, time = tapped.outgoing, tapped.message, tapped.time
@@ -134,12 +124,6 @@ class _CountingTracer:
                 self._latency(sent[0]).observe((time - sent[1]) / 1e9)
         elif not outgoing and kind in _QUEUED and not message.is_awaited_by(self._number):
             self._queued.add(key)  # a coordinator reads the gradients for itself at its own channel
-
-    def _latency(self, kind: int) -> Any:
-        known = self._latencies.get(kind)
-        if known is None:
-            known = self._latencies[kind] = self._metrics.latency.labels(self._name, type_name(kind))
-        return known
 
     def request_started(self, peer: int, message_id: int) -> None:
         self._queued.discard((peer, message_id))
