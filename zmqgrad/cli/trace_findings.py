@@ -14,15 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from zmqgrad.cli.colours import RED, YELLOW, paint
-from zmqgrad.cli.trace_output import (
-    add_job_arguments,
-    add_part_arguments,
-    note,
-    open_job,
-    printable,
-    read_job,
-    terminal_width,
-)
+from zmqgrad.cli.trace_output import add_view_arguments, note, open_job, printable, read_job, terminal_width
 from zmqgrad.runtime.clock import MonotonicClock, monotonic_ns
 from zmqgrad.trace.findings import Finding, Severity, Survey
 from zmqgrad.trace.job import STALLED_NANOSECONDS
@@ -35,9 +27,7 @@ _COLOURS = {Severity.PROBLEM: RED, Severity.WARNING: YELLOW}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_job_arguments(parser)
-    add_part_arguments(parser, window=False)
-    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    add_view_arguments(parser, last=True, json=True)
     parser.add_argument(
         "--seconds",
         type=float,

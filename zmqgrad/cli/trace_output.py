@@ -34,34 +34,40 @@ PROGRESS_NANOSECONDS = 5_000_000_000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the directory of the logs and the choice of a job in it."""
+def add_view_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    window: bool = False,
+    last: bool = False,
+    stores: bool = False,
+    json: bool = False,
+    output: str = "",
+) -> None:
+    """Declare the arguments that views share.
+
+    Args:
+        window, last: whether a part of the job can be chosen: by times from its start, or up to its end.
+        stores: whether messages of stores are left out by default.
+        json: whether JSON can be printed.
+        output: the name of the file that is written, in the directory of the logs; empty: none is.
+    """
     parser.add_argument(
         "directory", nargs="?", help="the directory of the trace logs (default: that of ZMQGRAD_TRACE)"
     )
     parser.add_argument("--job", metavar="ID", help="which job (default: the one that began last)")
     parser.add_argument("--jobs", action="store_true", help="list the jobs of the directory")
-
-
-def add_part_arguments(parser: argparse.ArgumentParser, *, window: bool = True, last: bool = True) -> None:
-    """Declare which part of the job is read: a ``window`` of its time, the ``last`` seconds."""
     for name, which in (("--since", "earlier"), ("--until", "later")) if window else ():
         help_text = f"leave out what happened {which} than this, from the start of the job"
         parser.add_argument(name, type=float, metavar="SECONDS", help=help_text)
     if last:
         parser.add_argument("--last", type=float, metavar="SECONDS", help="read only the end of the job")
-
-
-def add_stores_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare that the messages of stores are shown, too."""
-    parser.add_argument("--stores", action="store_true", help="also the messages of stores")
-
-
-def add_output_argument(parser: argparse.ArgumentParser, name: str, more: str = "") -> None:
-    """Declare the file to write; :func:`output_path` is its path."""
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help=f"where to write it{more} (default: DIRECTORY/{name})"
-    )
+    if stores:
+        parser.add_argument("--stores", action="store_true", help="also the messages of stores")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON; times in nanoseconds")
+    if output:
+        help_text = f"where to write it (default: DIRECTORY/{output})"
+        parser.add_argument("-o", "--output", metavar="FILE", help=help_text)
 
 
 def chooses_part(arguments: argparse.Namespace) -> bool:

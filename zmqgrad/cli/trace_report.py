@@ -5,23 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 
-from zmqgrad.cli.trace_output import (
-    add_job_arguments,
-    add_output_argument,
-    add_part_arguments,
-    open_job,
-    output_file,
-    output_path,
-)
+from zmqgrad.cli.trace_output import add_view_arguments, open_job, output_file, output_path
 from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.trace.report.page import render
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace report``."""
-    add_job_arguments(parser)
-    add_part_arguments(parser, last=False)
-    add_output_argument(parser, "report.html")
+    add_view_arguments(parser, window=True, output="report.html")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -7,15 +7,7 @@ import shutil
 
 import msgspec
 
-from zmqgrad.cli.trace_output import (
-    add_job_arguments,
-    add_part_arguments,
-    count,
-    note,
-    open_job,
-    print_table,
-    printable,
-)
+from zmqgrad.cli.trace_output import add_view_arguments, count, note, open_job, print_table, printable
 from zmqgrad.trace.contexts import Contexts
 from zmqgrad.trace.drawing import as_mermaid, as_text
 from zmqgrad.trace.job import Job
@@ -28,8 +20,7 @@ _DEFAULT = -1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace show``."""
-    add_job_arguments(parser)
-    add_part_arguments(parser)
+    add_view_arguments(parser, window=True, last=True)
     what = parser.add_mutually_exclusive_group()
     for name, meaning in (
         ("--call", "a call, by the id of its request, as 0.7 (default: stuck longest, or else the slowest)"),

@@ -8,15 +8,7 @@ from typing import Any
 
 import msgspec
 
-from zmqgrad.cli.trace_output import (
-    add_job_arguments,
-    add_part_arguments,
-    add_stores_argument,
-    count,
-    open_job,
-    print_table,
-    printable,
-)
+from zmqgrad.cli.trace_output import add_view_arguments, count, open_job, print_table, printable
 from zmqgrad.trace.labels import show_time, size
 from zmqgrad.trace.stats import Latency, ProcessRow, Row, Statistics, statistics
 
@@ -33,10 +25,7 @@ _ORDERS: dict[str, Callable[[Row], Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace stats``."""
-    add_job_arguments(parser)
-    add_part_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object; times in nanoseconds")
-    add_stores_argument(parser)
+    add_view_arguments(parser, window=True, last=True, stores=True, json=True)
     parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
     parser.add_argument(
         "--top", type=count, default=30, metavar="N", help="rows of a table (default: %(default)s; 0: all)"

@@ -13,9 +13,7 @@ from zmqgrad.cli.colours import CYAN, GREEN, RED, paint
 from zmqgrad.cli.trace_live import polls, wait_for_closed_output
 from zmqgrad.cli.trace_output import (
     MAX_NAMED,
-    add_job_arguments,
-    add_part_arguments,
-    add_stores_argument,
+    add_view_arguments,
     chooses_part,
     clock_text,
     directory_of,
@@ -28,7 +26,6 @@ from zmqgrad.trace.events import Path, PeerDeclared
 from zmqgrad.trace.follow import Follower
 from zmqgrad.trace.kinds import is_store
 from zmqgrad.trace.labels import ends, id_label, show_time, size
-from zmqgrad.trace.model import Message
 from zmqgrad.trace.tail import Filter, Line, LiveMessages, recorded
 from zmqgrad.wire.ids import parse_id, show_id
 from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
@@ -36,27 +33,24 @@ from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
 CONTEXT_NANOSECONDS = 10_000_000_000
 """What is read of the time before the start: the requests, whose functions their replies do not name."""
 
-Show = Callable[[Line, int], None]
-"""Prints a line, given its wall time in nanoseconds."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace tail``."""
-    add_job_arguments(parser)
-    add_part_arguments(parser)
-    add_stores_argument(parser)
+    add_view_arguments(parser, window=True, last=True, stores=True, json=True)
     parser.epilog = (
         "Follows a running job, from now on, until it has ended or Ctrl-C; prints all of one that has ended. "
         "Patterns are those of a shell, such as 'STORE_*'; options may be repeated."
     )
     parser.add_argument("--from-start", action="store_true", help="of a running job too: all from its start")
     parser.add_argument("--no-follow", action="store_true", help="print what is recorded by now, and end")
-    repeated = {"action": "append", "default": [], "metavar": "PATTERN"}
-    parser.add_argument("--type", **repeated, help="message types, such as CALL")  # type: ignore[arg-type]
-    parser.add_argument("--not-type", **repeated, help="types to leave out")  # type: ignore[arg-type]
-    parser.add_argument("--function", **repeated, help="functions; with --stores, also keys")  # type: ignore[arg-type]
-    parser.add_argument("--worker", **repeated, help="workers that send or receive")  # type: ignore[arg-type]
-    parser.add_argument("--peer", **repeated, help="workers at the other end")  # type: ignore[arg-type]
+    for name, what in (
+        ("--type", "message types, such as CALL"),
+        ("--not-type", "types to leave out"),
+        ("--function", "functions; with --stores, also keys"),
+        ("--worker", "workers that send or receive"),
+        ("--peer", "workers at the other end"),
+    ):
+        parser.add_argument(name, action="append", default=[], metavar="PATTERN", help=what)
     parser.add_argument(
         "--context",
         type=parse_id,
@@ -65,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="distributed autograd contexts",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object per line; times in ns")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -79,50 +72,52 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.peer,
         arguments.stores,
     )
-    show = _Counted(_show_json if arguments.json else _show_text)
+    printer = _Printer(wanted, arguments.json)
     if not (arguments.no_follow or chooses_part(arguments)):
         with Follower(directory_of(arguments), arguments.job) as follower:
             if follower.is_recording():
                 try:
-                    _follow(follower, wanted, show, arguments.from_start)
+                    _follow(follower, printer, arguments.from_start)
                 finally:
-                    show.note()
+                    printer.note()
                 return 0
     job = open_job(arguments)
-    _print(recorded(job.messages()), wanted, show, job.wall)
-    show.note()
+    printer.print(recorded(job.messages()), job.wall)
+    printer.note()
     return 0
 
 
-class _Counted:
-    """Counts the messages that ``show`` prints and those that a filter leaves out."""
+class _Printer:
+    """Prints the messages that are ``wanted``, and counts those that are left out."""
 
-    def __init__(self, show: Show) -> None:
-        self._show = show
-        self._shown = 0
+    def __init__(self, wanted: Filter, as_json: bool) -> None:
+        self._wanted = wanted
+        self._show = _show_json if as_json else _show_text
+        self._is_empty = True
         self._names: Counter[str] = Counter()
         self._types: Counter[str] = Counter()
 
-    def __call__(self, line: Line, wall: int) -> None:
-        self._shown += 1
-        self._show(line, wall)
-
-    def leave_out(self, message: Message) -> None:
-        """Counts a message that is not printed."""
-        self._types[message.type] += 1
-        if message.name and not is_store(message.kind):
-            self._names[message.name] += 1
+    def print(self, lines: Iterable[Line], wall: Callable[[int], int]) -> None:
+        for line in lines:
+            message = line.message
+            if self._wanted.matches(message):
+                self._is_empty = False
+                self._show(line, wall(message.time))
+            elif self._wanted.stores or not is_store(message.kind):
+                self._types[message.type] += 1
+                if message.name and not is_store(message.kind):
+                    self._names[message.name] += 1
 
     def note(self) -> None:
         """Notes what there was, if nothing was printed."""
-        if self._types and not self._shown:
+        if self._types and self._is_empty:
             names, types = (
                 ", ".join(n for n, _ in c.most_common(MAX_NAMED)) for c in (self._names, self._types)
             )
             note(f"0 of {self._types.total()} messages match; functions: {names or 'none'}; types: {types}")
 
 
-def _follow(follower: Follower, wanted: Filter, show: _Counted, from_start: bool) -> None:
+def _follow(follower: Follower, printer: _Printer, from_start: bool) -> None:
     messages, caught_up = LiveMessages(), from_start
     begin = wall_ns() - CONTEXT_NANOSECONDS
     for entries, waited in polls(follower, wait_for_closed_output):
@@ -130,19 +125,11 @@ def _follow(follower: Follower, wanted: Filter, show: _Counted, from_start: bool
             entries = [e for e in entries if type(e[3]) is PeerDeclared or follower.wall(e[0]) >= begin]
         lines = messages.add(entries, waited)
         if caught_up:
-            _print(lines, wanted, show, follower.wall)
+            printer.print(lines, follower.wall)
             sys.stdout.flush()
         caught_up = caught_up or not follower.behind
-    _print(messages.rest(), wanted, show, follower.wall)
+    printer.print(messages.rest(), follower.wall)
     note("the job has ended")
-
-
-def _print(lines: Iterable[Line], wanted: Filter, show: _Counted, wall: Callable[[int], int]) -> None:
-    for line in lines:
-        if wanted.matches(line.message):
-            show(line, wall(line.message.time))
-        elif wanted.stores or not is_store(line.message.kind):
-            show.leave_out(line.message)
 
 
 def _show_json(line: Line, wall: int) -> None:

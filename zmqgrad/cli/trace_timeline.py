@@ -9,15 +9,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from zmqgrad.cli.trace_output import (
-    add_job_arguments,
-    add_output_argument,
-    add_part_arguments,
-    add_stores_argument,
-    open_job,
-    output_file,
-    output_path,
-)
+from zmqgrad.cli.trace_output import add_view_arguments, open_job, output_file, output_path
 from zmqgrad.trace import chrome
 from zmqgrad.trace.profiles import profile_events
 from zmqgrad.trace.timeline import Timeline
@@ -27,10 +19,8 @@ NAME = "timeline.json.gz"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace timeline``."""
-    add_job_arguments(parser)
-    add_part_arguments(parser)
-    add_stores_argument(parser)
-    add_output_argument(parser, NAME, "; .gz compresses, - is stdout")
+    add_view_arguments(parser, window=True, last=True, stores=True, output=NAME)
+    parser.epilog = "-o - writes to stdout; a file whose name ends with .gz is compressed."
     parser.add_argument(
         "--profiler",
         metavar="FILE",

@@ -7,14 +7,14 @@ import itertools
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from zmqgrad.cli.trace_live import polls, wait_for_closed_output
 from zmqgrad.cli.trace_output import (
-    add_job_arguments,
-    add_stores_argument,
+    add_view_arguments,
     clock_text,
     directory_of,
     printable,
@@ -28,27 +28,35 @@ from zmqgrad.trace.labels import show_time, size
 from zmqgrad.trace.live import is_recording
 from zmqgrad.trace.load import Load, Rate, Snapshot, WorkerLoad
 
+_T = TypeVar("_T")
+
 INTERVAL_NANOSECONDS = 1_000_000_000
 
-WORKER_COLUMNS = (
-    "worker",
-    "queued",
-    "running",
-    "longest",
-    "waiting",
-    "threads",
-    "blocked",
-    "out/s",
-    "in/s",
-    "bytes out/s",
-    "shm/s",
-    "shm used",
-    "dropped",
-    "pid",
-)
+WORKER_COLUMNS: dict[str, Callable[[WorkerLoad], str]] = {
+    "worker": lambda w: printable(w.name),
+    "queued": lambda w: str(w.queued),
+    "running": lambda w: str(w.running),
+    "longest": lambda w: show_time(w.oldest_ns) if w.running else "-",
+    "waiting": lambda w: str(w.waiting),
+    "threads": lambda w: f"{w.threads - w.blocked} of {w.working_limit}" if w.working_limit else "-",
+    "blocked": lambda w: str(w.blocked),
+    "out/s": lambda w: f"{w.sent:.0f}",
+    "in/s": lambda w: f"{w.received:.0f}",
+    "bytes out/s": lambda w: size(w.bytes_sent),
+    "shm/s": lambda w: size(w.shared_memory_bytes),
+    "shm used": lambda w: f"{size(w.leased_bytes)} of {size(w.leased_limit)}" if w.leased_limit else "-",
+    "dropped": lambda w: str(w.dropped),
+    "pid": lambda w: str(w.pid),
+}
 """By importance: the last ones are left out where they do not fit."""
 
-RATE_COLUMNS = ("msg/s", "bytes/s", "calls/s", "p50", "p99")
+RATE_COLUMNS: dict[str, Callable[[Rate], str]] = {
+    "msg/s": lambda rate: f"{rate.messages:.0f}",
+    "bytes/s": lambda rate: size(rate.bytes),
+    "calls/s": lambda rate: f"{rate.calls:.0f}" if rate.calls else "-",
+    "p50": lambda rate: show_time(rate.p50),
+    "p99": lambda rate: show_time(rate.p99),
+}
 
 _ORDERS: dict[str, Callable[[Rate], float]] = {
     "messages": lambda rate: rate.messages,
@@ -62,14 +70,10 @@ Show = Callable[[Snapshot, int], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace top``."""
-    add_job_arguments(parser)
-    add_stores_argument(parser)
+    add_view_arguments(parser, stores=True, json=True)
     parser.epilog = "Ends with the job, or with Ctrl-C. Rates are of the last 10 s."
     parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="print one snapshot as text, and end")
-    parser.add_argument(
-        "--json", action="store_true", help="print a JSON object per update; times in nanoseconds"
-    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -125,53 +129,28 @@ def text_of(
     """Yields the lines of a snapshot, the largest first; at most ``height`` - 1."""
     yield f"{clock_text(wall)[:8]}, rates of the last {snapshot.seconds:.0f} s, by {order}"
     left = height - 8  # titles, headers, empty lines
+    types, pairs = (sorted(r, key=_ORDERS[order], reverse=True) for r in (snapshot.types, snapshot.pairs))
     for columns, rows, share in (
-        (WORKER_COLUMNS, list(map(worker_cells, snapshot.workers)), 3),
-        (("type", *RATE_COLUMNS), _cells_in_order(snapshot.types, order), 2),
-        (("from > to", *RATE_COLUMNS), _cells_in_order(snapshot.pairs, order), 1),
+        (*_cells(WORKER_COLUMNS, snapshot.workers), 3),
+        (*_cells({"type": _name, **RATE_COLUMNS}, types), 2),
+        (*_cells({"from > to": _name, **RATE_COLUMNS}, pairs), 1),
     ):
-        shown = rows if math.isinf(left) else rows[: max(1, int(left) // share)]
+        shown = rows if math.isinf(height) else rows[: max(1, int(left) // share)]
         left -= len(shown)
         count = len(columns) if math.isinf(height) else fitting(columns, shown, width)
         yield ""
         yield from table(columns[:count], [row[:count] for row in shown], width)
 
 
-def _cells_in_order(rates: Sequence[Rate], order: str) -> list[tuple[str, ...]]:
-    return list(map(rate_cells, sorted(rates, key=_ORDERS[order], reverse=True)))
+def _name(rate: Rate) -> str:
+    return printable(rate.name)
 
 
-def worker_cells(worker: WorkerLoad) -> tuple[str, ...]:
-    """A row of the table of workers."""
-    return (
-        printable(worker.name),
-        str(worker.queued),
-        str(worker.running),
-        show_time(worker.oldest_ns) if worker.running else "-",
-        str(worker.waiting),
-        f"{worker.threads - worker.blocked} of {worker.working_limit}" if worker.working_limit else "-",
-        str(worker.blocked),
-        f"{worker.sent:.0f}",
-        f"{worker.received:.0f}",
-        size(worker.bytes_sent),
-        size(worker.shared_memory_bytes),
-        f"{size(worker.leased_bytes)} of {size(worker.leased_limit)}" if worker.leased_limit else "-",
-        str(worker.dropped),
-        str(worker.pid),
-    )
-
-
-def rate_cells(rate: Rate) -> tuple[str, ...]:
-    """A row of the tables of types and pairs."""
-    calls = f"{rate.calls:.0f}" if rate.calls else "-"
-    return (
-        printable(rate.name),
-        f"{rate.messages:.0f}",
-        size(rate.bytes),
-        calls,
-        show_time(rate.p50),
-        show_time(rate.p99),
-    )
+def _cells(
+    columns: Mapping[str, Callable[[_T], str]], values: Iterable[_T]
+) -> tuple[list[str], list[list[str]]]:
+    """The names of the columns, and the rows of a table of ``values``."""
+    return list(columns), [[cell(value) for cell in columns.values()] for value in values]
 
 
 def fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], width: float) -> int:

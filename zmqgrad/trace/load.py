@@ -5,7 +5,7 @@ Rates are of a sliding window of ``SLOTS`` slots of a second each.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -88,25 +88,16 @@ class Snapshot(msgspec.Struct):
 class _Cell:
     """A type, a pair or a worker in one slot; ``received`` and ``shared`` are of a worker."""
 
-    def __init__(self) -> None:
-        self.messages = self.bytes = self.calls = self.received = self.shared = 0
+    def __init__(self, cells: Iterable[_Cell] = ()) -> None:
+        self.counts: Counter[str] = Counter()
         self.latency = Sketch()
-
-    def add(self, other: _Cell) -> None:
-        self.messages += other.messages
-        self.bytes += other.bytes
-        self.calls += other.calls
-        self.received += other.received
-        self.shared += other.shared
-        self.latency.merge(other.latency)
+        for each in cells:
+            self.counts.update(each.counts)
+            self.latency.merge(each.latency)
 
 
-class _Slot:
-    """The cells of a second: ``("type", name)``, ``("pair", its ends)`` and ``("worker", its id)``."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.cells: defaultdict[tuple[str, Any], _Cell] = defaultdict(_Cell)
+_Slot = defaultdict[tuple[str, Any], _Cell]
+"""The cells of a second: of ``("type", name)``, ``("pair", its ends)`` and ``("worker", its id)``."""
 
 
 class _State:
@@ -132,7 +123,7 @@ class Load:
         self.newest = 0
         self._first: int | None = None
         self._calls = Assembly()
-        self._slots: deque[_Slot] = deque()
+        self._slots: dict[int, _Slot] = {}
         self._states: dict[int, _State] = {}
         self._dropped: dict[int, int] = {}
         self._names: dict[tuple[str, int], str] = {}
@@ -157,26 +148,23 @@ class Load:
 
     def _count_message(self, time: int, actor: Actor, event: MessageEvent) -> None:
         slot = self._slot(time)
-        if slot is None:
-            return
-        own = slot.cells["worker", id(actor)]
+        own = slot["worker", id(actor)]
         if isinstance(event, MessageReceived):
-            own.received += 1
+            own.counts["received"] += 1
             return
-        own.shared += event.size if event.path == Path.SHARED_MEMORY else 0
-        cells = slot.cells["type", type_name(event.kind)], slot.cells["pair", _pair(actor, event.peer)]
-        for cell in (own, *cells):
-            cell.messages += 1
-            cell.bytes += event.size
+        own.counts["shared"] += event.size if event.path == Path.SHARED_MEMORY else 0
+        for cell in (own, slot["type", type_name(event.kind)], slot["pair", _pair(actor, event.peer)]):
+            cell.counts["messages"] += 1
+            cell.counts["bytes"] += event.size
 
     def _count_call(self, call: Call) -> None:
-        request = call.request
-        slot = self._slot(call.reply.received) if call.reply is not None and call.reply.received else None
-        if slot is None or request.source is None or call.duration is None:
+        request, reply = call.request, call.reply
+        if request.source is None or call.duration is None or reply is None or reply.received is None:
             return
-        for key in (("type", request.type), ("pair", _pair(request.source, request.peer))):
-            slot.cells[key].calls += 1
-            slot.cells[key].latency.add(call.duration)
+        slot = self._slot(reply.received)
+        for cell in (slot["type", request.type], slot["pair", _pair(request.source, request.peer)]):
+            cell.counts["calls"] += 1
+            cell.latency.add(call.duration)
 
     def _state(self, actor: Actor) -> _State:
         state = self._states.get(id(actor))
@@ -204,25 +192,21 @@ class Load:
         elif isinstance(event, Usage):
             state.usage = event
 
-    def _slot(self, time: int) -> _Slot | None:
-        """The slot of ``time``; None if it has left the window."""
+    def _slot(self, time: int) -> _Slot:
         number = time // SLOT_NANOSECONDS
-        if self._first is None:
-            self._first = number
-        while not self._slots or self._slots[-1].number < number:
-            first = self._slots[-1].number + 1 if self._slots else number
-            self._slots.append(_Slot(max(first, number - SLOTS)))
-            if len(self._slots) > SLOTS + 1:
-                self._slots.popleft()
-        index = len(self._slots) - 1 - (self._slots[-1].number - number)
-        return self._slots[index] if 0 <= index < len(self._slots) else None
+        if number not in self._slots:
+            self._first = number if self._first is None else self._first
+            for old in [each for each in self._slots if each < number - SLOTS]:
+                del self._slots[old]
+            self._slots[number] = defaultdict(_Cell)
+        return self._slots[number]
 
     def snapshot(self, elapsed: int = 0, alive: Callable[[Process], bool] = lambda _: True) -> Snapshot:
         """The load ``elapsed`` ns after the newest event; of worker processes that are ``alive``."""
         time = self.newest + elapsed
         now = time // SLOT_NANOSECONDS
         first = max(now - SLOTS, self._first if self._first is not None else now)
-        slots = [slot for slot in self._slots if slot.number >= first]
+        slots = [slot for number, slot in self._slots.items() if number >= first]
         seconds = max(time - first * SLOT_NANOSECONDS, SLOT_NANOSECONDS) / 1e9
         workers = [
             self._worker(state, slots, seconds, time)
@@ -239,14 +223,14 @@ class Load:
 
     def _worker(self, state: _State, slots: Iterable[_Slot], seconds: float, time: int) -> WorkerLoad:
         actor, usage = state.actor, state.usage
-        traffic = _sum(slot.cells["worker", id(actor)] for slot in slots)
+        traffic = _Cell(slot["worker", id(actor)] for slot in slots).counts
         return WorkerLoad(
             actor.name,
             actor.process.info.pid,
-            traffic.messages / seconds,
-            traffic.received / seconds,
-            traffic.bytes / seconds,
-            traffic.shared / seconds,
+            traffic["messages"] / seconds,
+            traffic["received"] / seconds,
+            traffic["bytes"] / seconds,
+            traffic["shared"] / seconds,
             len(state.queued),
             len(state.running),
             time - min(state.running.values(), default=time),
@@ -267,22 +251,16 @@ def _pair(actor: Actor, rank: int) -> _Pair:
     return label, "store" if actor.role is Role.STORE_CLIENT else "clients", None
 
 
-def _sum(cells: Iterable[_Cell]) -> _Cell:
-    total = _Cell()
-    for cell in cells:
-        total.add(cell)
-    return total
-
-
 def _rates(slots: Iterable[_Slot], kind: str, seconds: float, name: Callable[[Any], str]) -> list[Rate]:
     """What ``slots`` have of one kind, most messages first."""
     cells: defaultdict[str, list[_Cell]] = defaultdict(list)
     for slot in slots:
-        for (each, what), cell in slot.cells.items():
+        for (each, what), cell in slot.items():
             if each == kind:
                 cells[name(what)].append(cell)
     found = []
-    for label, total in ((label, _sum(each)) for label, each in cells.items()):
-        counts = (total.messages / seconds, total.bytes / seconds, total.calls / seconds)
-        found.append(Rate(label, *counts, total.latency.quantile(0.5), total.latency.quantile(0.99)))
+    for label, total in ((label, _Cell(each)) for label, each in cells.items()):
+        counts = total.counts
+        rates = (counts["messages"] / seconds, counts["bytes"] / seconds, counts["calls"] / seconds)
+        found.append(Rate(label, *rates, total.latency.quantile(0.5), total.latency.quantile(0.99)))
     return sorted(found, key=lambda rate: (-rate.messages, rate.name))
