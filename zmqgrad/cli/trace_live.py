@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from zmqgrad.cli.trace_output import note
 from zmqgrad.runtime.clock import monotonic_ns
@@ -19,11 +19,11 @@ ENDED_NANOSECONDS = 10_000_000_000
 """How long no process may record before a job counts as ended: it may be restarting its workers."""
 
 
-def polls(follower: Follower, wait: Callable[[float], None]) -> Iterator[tuple[list[Entry], int]]:
+def polls(follower: Follower) -> Iterator[tuple[list[Entry], int]]:
     """Yields what was recorded since the last time, and the ns since something was; ends with the job.
 
-    Args:
-        wait: called with the seconds until the next poll: 0 while more is recorded already.
+    Raises:
+        BrokenPipeError: if nobody reads our output any more.
     """
     noted: set[str] = set()
     active = recording = checked = monotonic_ns()
@@ -34,7 +34,7 @@ def polls(follower: Follower, wait: Callable[[float], None]) -> Iterator[tuple[l
             active = recording = now
         yield entries, now - active
         if follower.behind:
-            wait(0)  # keys and a closed output count meanwhile, too
+            _wait(0)
             continue
         if now - checked > CHECK_NANOSECONDS:
             checked = now
@@ -45,15 +45,11 @@ def polls(follower: Follower, wait: Callable[[float], None]) -> Iterator[tuple[l
                 recording = now
             elif now - recording > ENDED_NANOSECONDS:
                 return
-        wait(POLL_SECONDS)
+        _wait(POLL_SECONDS)
 
 
-def wait_for_closed_output(seconds: float) -> None:
-    """Waits; ends at once if nobody reads our output any more.
-
-    Raises:
-        BrokenPipeError: if so.
-    """
+def _wait(seconds: float) -> None:
+    """Waits; ends at once if the output is closed."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     for _, event in poll.poll(seconds * 1000):

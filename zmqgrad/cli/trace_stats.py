@@ -10,7 +10,7 @@ import msgspec
 
 from zmqgrad.cli.trace_output import add_view_arguments, count, open_job, print_table, printable
 from zmqgrad.trace.labels import show_time, size
-from zmqgrad.trace.stats import Latency, ProcessRow, Row, Statistics, statistics
+from zmqgrad.trace.stats import ProcessRow, Row, Statistics, statistics
 
 _ORDERS: dict[str, Callable[[Row], Any]] = {
     "messages": lambda row: row.messages,
@@ -90,9 +90,5 @@ def _cells(row: Row) -> Sequence[str]:
     if row.calls:
         counts = (str(row.calls), size(row.bytes / row.calls), str(row.failed), str(row.unanswered))
     whole = map(show_time, (row.whole.p50, row.whole.p90, row.whole.p99, row.whole.max))
-    part = (_median(each) for each in (row.sending, row.transfer, row.queued, row.running))
+    part = (show_time(each.p50) for each in (row.sending, row.transfer, row.queued, row.running))
     return (printable(row.name), str(row.messages), size(row.bytes), *counts, *whole, *part)
-
-
-def _median(latency: Latency) -> str:
-    return show_time(latency.p50)

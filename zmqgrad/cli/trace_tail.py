@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from zmqgrad.cli.colours import CYAN, GREEN, RED, paint
-from zmqgrad.cli.trace_live import polls, wait_for_closed_output
+from zmqgrad.cli.trace_live import polls
 from zmqgrad.cli.trace_output import (
     MAX_NAMED,
     add_view_arguments,
@@ -120,7 +120,7 @@ class _Printer:
 def _follow(follower: Follower, printer: _Printer, from_start: bool) -> None:
     messages, caught_up = LiveMessages(), from_start
     begin = wall_ns() - CONTEXT_NANOSECONDS
-    for entries, waited in polls(follower, wait_for_closed_output):
+    for entries, waited in polls(follower):
         if not caught_up:
             entries = [e for e in entries if type(e[3]) is PeerDeclared or follower.wall(e[0]) >= begin]
         lines = messages.add(entries, waited)

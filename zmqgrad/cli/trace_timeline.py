@@ -43,9 +43,10 @@ def execute(arguments: argparse.Namespace) -> int:
         chrome.write(sys.stdout.buffer, events)
         return 0
     path = output_path(arguments, NAME)
-    with output_file(path) as raw:
-        is_packed = path.suffix == ".gz"
-        with gzip.GzipFile("", "wb", 5, raw) if is_packed else nullcontext(raw) as file:
-            count = chrome.write(file, events)
+    with (
+        output_file(path) as raw,
+        gzip.GzipFile("", "wb", 5, raw) if path.suffix == ".gz" else nullcontext(raw) as file,
+    ):
+        count = chrome.write(file, events)
     print(f"{path}: {count} events, {path.stat().st_size / 1e6:.1f} MB; open it in https://ui.perfetto.dev")
     return 0

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from zmqgrad.cli.trace_live import polls, wait_for_closed_output
+from zmqgrad.cli.trace_live import polls
 from zmqgrad.cli.trace_output import (
     add_view_arguments,
     clock_text,
@@ -108,7 +108,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _run(follower: Follower, show: Show, arguments: argparse.Namespace) -> None:
     load, shown, once = Load(arguments.stores), monotonic_ns(), arguments.once
-    for entries, waited in polls(follower, wait_for_closed_output):
+    for entries, waited in polls(follower):
         load.add(entries)
         now = monotonic_ns()
         if (once and not follower.behind) or (not once and now - shown >= INTERVAL_NANOSECONDS):

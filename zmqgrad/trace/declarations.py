@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path as FilePath
 
@@ -18,9 +18,6 @@ from zmqgrad.trace.events import (
 )
 from zmqgrad.trace.log import LogReader
 from zmqgrad.trace.model import Actor, Process
-
-JUMP_NANOSECONDS = 100_000_000
-"""A wall clock that moves by more than this against the monotonic one between two samples has jumped."""
 
 _time_of_event = attrgetter("time")
 
@@ -42,13 +39,9 @@ def survey(path: FilePath, on_read: Callable[[int], object] = int) -> Process:
     """
     with LogReader(path, on_read) as reader:
         process = Process(path, reader.info, first=reader.info.monotonic, last=reader.info.monotonic)
-        wall = process.wall_offset
         try:
             for batch in reader.batches():
-                process.events += len(batch)
-                for event in batch:
-                    if type(event) in _DECLARATIONS:
-                        wall = declare(process, event, wall)
+                declare(process, batch)
                 if batch:
                     process.last = max(process.last, max(map(_time_of_event, batch)))
         except TraceError as e:
@@ -56,8 +49,15 @@ def survey(path: FilePath, on_read: Callable[[int], object] = int) -> Process:
     return process
 
 
-def declare(process: Process, event: Event, wall: int) -> int:
-    """Notes what ``event`` declares. Returns what the wall clock is ahead of the monotonic one by now."""
+def declare(process: Process, events: Sequence[Event]) -> None:
+    """Notes what these events declare."""
+    process.events += len(events)
+    for event in events:
+        if type(event) in _DECLARATIONS:
+            _declare(process, event)
+
+
+def _declare(process: Process, event: Event) -> None:
     if isinstance(event, NameDeclared):
         process.names[event.number] = event.name
     elif isinstance(event, ThreadDeclared):
@@ -72,7 +72,4 @@ def declare(process: Process, event: Event, wall: int) -> int:
     elif isinstance(event, Dropped):
         process.dropped += event.count
     elif isinstance(event, ClockSample):
-        if abs(event.wall - event.time - wall) > JUMP_NANOSECONDS:
-            process.jumps.append(event.time)
-        return event.wall - event.time
-    return wall
+        process.samples.append((event.wall, event.time))

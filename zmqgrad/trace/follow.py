@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zmqgrad.errors import TraceError
 from zmqgrad.trace.declarations import declare, shift
-from zmqgrad.trace.events import Event, MessageReceived, MessageSent
+from zmqgrad.trace.events import Event
 from zmqgrad.trace.live import is_recording
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Declared, Entry, Process, newest_job
@@ -114,7 +114,6 @@ class _Log:
         self.process = Process(path, info, first=info.monotonic, last=info.monotonic)
         self.convert: Callable[[int], int] = lambda time: time
         self._declared = Declared(self.process)
-        self._wall = self.process.wall_offset
         self._reader = reader
         self._batches: Iterator[list[Event]] = reader.batches()
 
@@ -126,17 +125,8 @@ class _Log:
         if batch is None:
             self._batches = self._reader.batches()
             return None
-        process, find = self.process, self.process.actors.get
-        entries: list[Entry] = []
-        for event in batch:
-            kind = type(event)
-            if kind is not MessageSent and kind is not MessageReceived:
-                self._wall = declare(process, event, self._wall)
-            entries.append(
-                (self.convert(event.time), self._declared, find(getattr(event, "actor", 0)), event)
-            )
-        process.events += len(batch)
-        return entries
+        declare(self.process, batch)
+        return self._declared.entries(batch, self.convert)
 
     def close(self) -> None:
         self._reader.close()

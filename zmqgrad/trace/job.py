@@ -266,20 +266,16 @@ class Job:
 
     def _stream(self, process: Process) -> Iterator[list[Entry]]:
         """The entries of a log, batch by batch, each in order of time."""
-        convert, find = self._converters[self._clock(process)], process.actors.get
+        convert = self._converters[self._clock(process)]
         declared = Declared(process)
         begin, end = self._part
         end = min(end, self.cut)
         for events in _batches(process, self._on_read):
             if convert(max(map(_time_of_event, events))) < begin:  # quicker than to convert each
                 events = [event for event in events if type(event) is PeerDeclared]
-            batch: list[Entry] = []
-            for event in events:
-                batch.append((convert(event.time), declared, find(getattr(event, "actor", 0)), event))
-            if (
-                begin,
-                end,
-            ) != _WHOLE:  # what identifies peers is always needed, and stacks asked for just now
+            batch = declared.entries(events, convert)
+            # What identifies peers is always needed, and stacks asked for just now.
+            if (begin, end) != _WHOLE:
                 batch = [e for e in batch if begin <= e[0] <= end or type(e[3]) in _ALWAYS]
             batch.sort(key=_time_of)
             if batch:

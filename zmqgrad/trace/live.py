@@ -43,7 +43,7 @@ def _has_open(pid: int, path: Path) -> bool:
     """Whether process ``pid`` of this host has the file open: its number may be reused."""
     folder, wanted = Path(f"/proc/{pid}/fd"), str(path.resolve())
     try:
-        return any(_target(link) == wanted for link in folder.iterdir())
+        return any(os.path.realpath(link) == wanted for link in folder.iterdir())
     except PermissionError:
         return not _is_zombie(pid)  # of another user: it exists
     except OSError:
@@ -55,13 +55,6 @@ def _is_zombie(pid: int) -> bool:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-
-
-def _target(link: Path) -> str:
-    try:
-        return os.readlink(link)
-    except OSError:  # closed meanwhile
-        return ""
 
 
 def is_live(process: Process) -> bool:

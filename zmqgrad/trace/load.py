@@ -224,23 +224,15 @@ class Load:
     def _worker(self, state: _State, slots: Iterable[_Slot], seconds: float, time: int) -> WorkerLoad:
         actor, usage = state.actor, state.usage
         traffic = _Cell(slot["worker", id(actor)] for slot in slots).counts
+        sent, received = traffic["messages"] / seconds, traffic["received"] / seconds
+        volume = (traffic["bytes"] / seconds, traffic["shared"] / seconds)
+        oldest = time - min(state.running.values(), default=time)
+        requests = (len(state.queued), len(state.running), oldest, len(state.waiting))
+        threads = (usage.threads, usage.blocked, usage.working_limit)
+        memory = (usage.leased_bytes, usage.leased_limit)
+        dropped = self._dropped.get(id(actor.process), 0)
         return WorkerLoad(
-            actor.name,
-            actor.process.info.pid,
-            traffic["messages"] / seconds,
-            traffic["received"] / seconds,
-            traffic["bytes"] / seconds,
-            traffic["shared"] / seconds,
-            len(state.queued),
-            len(state.running),
-            time - min(state.running.values(), default=time),
-            len(state.waiting),
-            usage.threads,
-            usage.blocked,
-            usage.working_limit,
-            usage.leased_bytes,
-            usage.leased_limit,
-            self._dropped.get(id(actor.process), 0),
+            actor.name, actor.process.info.pid, sent, received, *volume, *requests, *threads, *memory, dropped
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
@@ -11,6 +12,9 @@ import msgspec
 from zmqgrad.trace.events import Event, Path, ProcessInfo, Role, ThreadDeclared
 from zmqgrad.trace.kinds import type_name
 from zmqgrad.wire.messages import MessageType
+
+JUMP_NANOSECONDS = 100_000_000
+"""A wall clock that moves by more than this against the monotonic one between two samples has jumped."""
 
 
 class Actor(msgspec.Struct, eq=False):
@@ -44,8 +48,8 @@ class Process(msgspec.Struct, eq=False):
     last: int = 0
     events: int = 0
     dropped: int = 0
-    jumps: list[int] = []
-    """Times at which its wall clock was set."""
+    samples: list[tuple[int, int]] = []
+    """The wall clock at times of its own clock, about once a second, each with that time."""
     damage: str = ""
     """Why its log cannot be read to the end; empty: it can."""
     is_live: bool = False
@@ -65,6 +69,13 @@ class Process(msgspec.Struct, eq=False):
     def wall_offset(self) -> int:
         """What its wall clock was ahead of its monotonic clock when the log began."""
         return self.info.wall - self.info.monotonic
+
+    @property
+    def jumps(self) -> list[int]:
+        """The times at which its wall clock was set."""
+        samples = [(self.info.wall, self.info.monotonic), *self.samples]
+        moved = [(time, wall - time - (w - t)) for (w, t), (wall, time) in itertools.pairwise(samples)]
+        return [time for time, by in moved if abs(by) > JUMP_NANOSECONDS]
 
     def thread_name(self, number: int) -> str:
         """The name of thread ``number``."""
@@ -195,12 +206,17 @@ class Call(msgspec.Struct, eq=False):
 
 
 class Declared:
-    """The names that a log declares, and the incarnations of peers as declared so far."""
+    """What a log declares; the incarnations of peers as declared so far."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.names = process.names
         self.incarnations: dict[tuple[int, int], int] = {}
+
+    def entries(self, events: Iterable[Event], convert: Callable[[int], int]) -> list[Entry]:
+        """The events as they are in a merged stream, with times that ``convert`` returns."""
+        find = self.process.actors.get
+        return [(convert(event.time), self, find(getattr(event, "actor", 0)), event) for event in events]
 
 
 Entry = tuple[int, Declared, Actor | None, Event]

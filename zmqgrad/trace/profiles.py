@@ -16,7 +16,6 @@ import msgspec
 
 from zmqgrad.errors import TraceError
 from zmqgrad.trace.chrome import Event
-from zmqgrad.trace.events import ClockSample
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.model import Process
 from zmqgrad.trace.timeline import Timeline
@@ -93,13 +92,7 @@ def _process(job: Job, path: Path, trace: Mapping[str, Any], events: Sequence[Ev
 
 def _converter(job: Job, process: Process, base: float) -> Callable[[float], int]:
     """Converts microseconds of the profile to nanoseconds of the job, by the closest clock sample."""
-    samples = [(process.info.wall, process.info.monotonic)]
-    samples += [
-        (each.event.wall, each.event.time)
-        for each in job.events()
-        if each.process is process and isinstance(each.event, ClockSample)
-    ]
-    samples.sort()
+    samples = sorted([(process.info.wall, process.info.monotonic), *process.samples])
 
     def convert(microseconds: float) -> int:
         # Whole numbers: a double does not hold nanoseconds since 1970.

@@ -109,8 +109,7 @@ class RemoteRequests:
             with LogReader(path) as reader:
                 process = Process(path, reader.info)
                 first = [e for batch in itertools.islice(reader.batches(), FIRST_RECORDS) for e in batch]
-                for event in first:
-                    declare(process, event, 0)
+                declare(process, first)
                 for actor in process.actors.values():
                     by_rank = (actor.role, actor.rank, actor.job) == (WORKER, peer, self._identity.job)
                     if actor.incarnation == incarnation if incarnation else by_rank:
@@ -125,7 +124,7 @@ def _apply(snapshot: _Snapshot, event: Event) -> None:
     """Notes what ``event`` tells about the requests that the worker has received."""
     calls, actor = snapshot.calls, snapshot.actor.number
     if isinstance(event, ThreadDeclared):
-        declare(snapshot.process, event, 0)
+        declare(snapshot.process, [event])
     elif isinstance(event, MessageReceived):
         if event.actor == actor and event.kind & REQUEST:
             calls[event.peer, event.message_id] = Call(

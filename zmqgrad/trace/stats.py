@@ -6,6 +6,7 @@ Everything streams: the memory depends on the number of different types, pairs a
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 
 import msgspec
@@ -126,21 +127,21 @@ def latency(sketch: Sketch) -> Latency:
 
 def statistics(job: Job) -> Statistics:
     """Reads all messages and calls of ``job``."""
-    types: dict[str, _Group] = {}
-    pairs: dict[str, _Group] = {}
-    functions: dict[str, _Group] = {}
+    types: defaultdict[str, _Group] = defaultdict(_Group)
+    pairs: defaultdict[str, _Group] = defaultdict(_Group)
+    functions: defaultdict[str, _Group] = defaultdict(_Group)
     messages = size = lost = 0
     for message in job.messages():
         messages += 1
         size += message.size
         lost += is_lost(job, message)
-        _group(types, message.type).add_message(message)
-        _group(pairs, " > ".join(ends(message))).add_message(message)
+        types[message.type].add_message(message)
+        pairs[" > ".join(ends(message))].add_message(message)
     for call in job.calls():
-        _group(types, call.request.type).add_call(call)
-        _group(pairs, " > ".join(ends(call.request))).add_call(call)
+        types[call.request.type].add_call(call)
+        pairs[" > ".join(ends(call.request))].add_call(call)
         if call.function and not is_store(call.request.kind):
-            group = _group(functions, call.function)
+            group = functions[call.function]
             group.add_call(call)
             for each in (call.request, call.reply):
                 if each is not None:
@@ -156,13 +157,6 @@ def statistics(job: Job) -> Statistics:
         processes,
         *map(_rows, (types, pairs, functions)),
     )
-
-
-def _group(groups: dict[str, _Group], name: str) -> _Group:
-    found = groups.get(name)
-    if found is None:
-        found = groups[name] = _Group()
-    return found
 
 
 def _rows(groups: Mapping[str, _Group]) -> list[Row]:

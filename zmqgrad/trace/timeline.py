@@ -156,18 +156,17 @@ class Timeline:
 
     def _bytes_in_flight(self) -> Iterator[Event]:
         """By sender; of messages between workers whose logs are both here."""
-        senders = self._workers
         flying: defaultdict[int, int] = defaultdict(int)
         for time, _, actor, event in self.job.events():
             if actor is None or actor.role is not Role.WORKER or event.__class__ not in _MESSAGES:
                 continue
             assert isinstance(event, MessageEvent)
-            if event.peer not in senders or not event.size:
+            if event.peer not in self._workers or not event.size:
                 continue
             outgoing = event.__class__ is MessageSent
             rank = actor.rank if outgoing else event.peer
             flying[rank] += event.size if outgoing else -event.size
-            sender = actor if outgoing else senders[rank]
+            sender = actor if outgoing else self._workers[rank]
             shown = max(0, flying[rank])  # a receive may be read just before its send
             yield self.at("C", f"{sender.name} bytes in flight", sender, time, args={"bytes": shown})
 

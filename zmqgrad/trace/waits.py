@@ -232,16 +232,9 @@ def may_be_answered(call: Call, job: Job) -> bool:
 def _open_call(source: Actor, call: Call) -> Wait:
     request = call.request
     assert request.sent is not None
-    return Wait(
-        source,
-        request.sender_thread,
-        request.message_id,
-        request.peer,
-        request.sent,
-        is_blocking=False,
-        call=call,
-        target=request.target,
-    )
+    wait = Wait(source, request.sender_thread, request.message_id, request.peer, request.sent)
+    wait.is_blocking, wait.call, wait.target = False, call, request.target
+    return wait
 
 
 def _expand(

@@ -136,6 +136,9 @@ def gaps(job: Job) -> Iterator[Finding]:
             yield Finding(
                 "damaged log", Severity.WARNING, f"The log of {who} is damaged", process.damage, names
             )
+        if process.jumps:
+            title = f"The wall clock of {process.info.host} was set {len(process.jumps)} times"
+            yield Finding("clock", Severity.NOTE, title, "No time of the trace follows it.", names)
         if bound > CLOCK_NANOSECONDS:
             yield Finding(
                 "clock",

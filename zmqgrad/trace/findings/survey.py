@@ -30,9 +30,8 @@ class Survey(Reader):
 
     def __init__(self, job: Job, now: int | None = None, also: Reader | None = None) -> None:
         self._job, self._also = job, also or Reader()
-        self._nested = NestedWaits()
+        self._nested, self._repeated = NestedWaits(), RepeatedSends()
         self._load, self._sends, self._missed = Load(self._nested), Sends(job), Missed(job)
-        self._repeated = RepeatedSends()
         self.waits = find_waits(job, now, self)
 
     def add_event(self, stamped: Stamped) -> None:

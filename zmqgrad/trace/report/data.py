@@ -97,10 +97,6 @@ class Report:
         arguments = array("I", [0]) * len(m)
         for row, text in m.arguments.items():
             arguments[row] = texts[text]
-        worker, counter = (
-            array("H", [number >> 48 for number in m.number]),
-            array("I", [split_id(number)[1] & MAX_UINT32 for number in m.number]),
-        )
         return {
             "step": steps,
             "flight": self._spans(m.time, m.end),
@@ -115,8 +111,8 @@ class Report:
             "receiverThread": m.receiver_thread,
             "name": m.name,
             "size": m.size,
-            "idWorker": worker,
-            "idCounter": counter,
+            "idWorker": array("H", [number >> 48 for number in m.number]),
+            "idCounter": array("I", [split_id(number)[1] & MAX_UINT32 for number in m.number]),
             "context": m.context,
             "arguments": arguments,
         }
@@ -167,7 +163,6 @@ class Report:
             "names": m.names.values(),
             "threads": m.threads.values(),
             "contextIds": [show_id(number) if number else "" for number in m.contexts.values()],
-            "notes": self._notes(),
             "findings": list(map(self._finding, self.findings)),
             "stacks": self._stacks(texts),
             "places": self._places(texts),
@@ -221,15 +216,6 @@ class Report:
             "dropped": process.dropped,
             "stopped": actor.stopped is not None,
         }
-
-    def _notes(self) -> list[str]:
-        """What limits the trace."""
-        job = self._job
-        notes = [p.damage for p in job.processes if p.damage] + job.unreadable
-        notes += [
-            f"the wall clock of {p.info.host} was set {len(p.jumps)} times" for p in job.processes if p.jumps
-        ]
-        return notes
 
     def _contexts(self) -> Iterator[dict[str, Any]]:
         groups = 0

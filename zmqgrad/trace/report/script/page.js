@@ -28,7 +28,6 @@ function fillFindings() {
   $("finding-list").replaceChildren(...(items.length ? items : [el("li", { className: "note" }, "Nothing stands out.")]));
 }
 function fillProcesses() {
-  $("notes").replaceChildren(...D.notes.map((note) => el("li", { className: "bad" }, note)));
   fillTable("process-table", ["Name", "Role", "Host", "#Process", "Clock error", "#Dropped", "Ended"], D.actors.map((a) => [a.name, a.role, a.host, String(a.pid), a.bound === null ? el("span", { className: "bad" }, "unknown: no messages both ways") : a.bound ? `± ${showTime(a.bound / D.tick)}` : "none", showCount(a.dropped), a.stopped ? "closed" : el("span", { className: "bad" }, "killed, or still ran")]));
 }
 function fillSelects() {
