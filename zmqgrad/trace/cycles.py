@@ -8,7 +8,7 @@ worker. A cycle of waits that overlap in time is a deadlock, unless a call in it
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from zmqgrad.trace.model import Actor
@@ -38,9 +38,7 @@ def find_cycles(waits: Waits, at_least: int = 1_000_000_000) -> list[list[Wait]]
             and not _is_replied(wait)
         ):
             by_thread[wait.waiter, wait.thread, wait.target] = wait
-    edges: dict[Actor, list[Wait]] = {}
-    for wait in by_thread.values():
-        edges.setdefault(wait.waiter, []).append(wait)
+    edges = _by_waiter(by_thread.values())
     found: list[list[Wait]] = []
     seen: set[Actor] = set()
     for start in sorted(by_thread.values(), key=lambda w: (w.waiter.rank, w.since)):
@@ -60,14 +58,19 @@ def blocked_by(cycle: Sequence[Wait], waits: Waits) -> list[Wait]:
     rest = [wait for wait in waits.stuck() if wait.waiter in waiters and id(wait) not in inside]
     found: list[Wait] = []
     while True:
-        edges: dict[Actor, list[Wait]] = {}
-        for wait in [*cycle, *found]:
-            edges.setdefault(wait.waiter, []).append(wait)
+        edges = _by_waiter([*cycle, *found])
         more = [wait for wait in rest if any(_following(wait, edges, waits))]
         if not more:
             return found
         found += more
         rest = [wait for wait in rest if wait not in more]
+
+
+def _by_waiter(waits: Iterable[Wait]) -> dict[Actor, list[Wait]]:
+    edges: defaultdict[Actor, list[Wait]] = defaultdict(list)
+    for wait in waits:
+        edges[wait.waiter].append(wait)
+    return edges
 
 
 def _is_replied(wait: Wait) -> bool:

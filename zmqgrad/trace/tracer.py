@@ -135,9 +135,9 @@ class Tracer:
             self._incarnations[peer] = incarnation
             self._queue.append((Tag.PEER, time, self._actor, peer, incarnation))
 
-    def _add(self, tag: Tag, *values: Any) -> None:
+    def _add(self, tag: Tag, *values: Any, began: int | None = None) -> None:
         thread = self._threads.number or self._recorder.declare_thread()
-        self._append((tag, now(), thread, self._actor, *values))
+        self._append((tag, now() if began is None else began, thread, self._actor, *values))
 
     def _append(self, row: Row) -> None:
         if len(self._queue) >= self._recorder.max_events:
@@ -171,10 +171,9 @@ class Tracer:
         is_reply: bool,
         contents: Sequence[tuple[object, int, int, int]],
     ) -> None:
-        thread = self._threads.number or self._recorder.declare_thread()
+        began = now() - nanoseconds
         numbers = [(self._recorder.number_of(storage), *rest) for storage, *rest in contents]
-        key = thread, self._actor, peer, message_id
-        self._append((Tag.SERIALIZED, now() - nanoseconds, *key, nanoseconds, is_reply, numbers))
+        self._add(Tag.SERIALIZED, peer, message_id, nanoseconds, is_reply, numbers, began=began)
 
     def wait_begun(self, peer: int, message_id: int) -> None:
         thread = self._threads.number or self._recorder.declare_thread()
@@ -191,9 +190,8 @@ class Tracer:
             self._append((_WAITED, begun, *key, ended - begun, failed))
 
     def group_called(self, began: int, function: str, calls: Sequence[int], failed: bool) -> None:
-        thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
-        name = function[:MAX_NAME_CHARACTERS]
-        self._append((Tag.GROUP_CALLED, began, thread, self._actor, took, name, tuple(calls), failed))
+        name, took = function[:MAX_NAME_CHARACTERS], now() - began
+        self._add(Tag.GROUP_CALLED, took, name, tuple(calls), failed, began=began)
 
     def context_created(self, context: int) -> None:
         self._add(Tag.CONTEXT_CREATED, context)
@@ -216,16 +214,14 @@ class Tracer:
         recvs: Sequence[tuple[int, int]],
         missing: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> None:
-        thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
-        row = (Tag.GROUP_EXECUTED, began, thread, self._actor, context, pass_id, took, sends, recvs, missing)
-        self._append(row)
+        took = now() - began
+        self._add(Tag.GROUP_EXECUTED, context, pass_id, took, sends, recvs, missing, began=began)
 
     def step_taken(self, context: int, staleness: int, applied: bool) -> None:
         self._add(Tag.STEP_TAKEN, context, staleness, applied)
 
     def published(self, began: int, name: str, version: int, size: int) -> None:
-        thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
-        self._append((Tag.PUBLISHED, began, thread, self._actor, took, name, version, size))
+        self._add(Tag.PUBLISHED, now() - began, name, version, size, began=began)
 
     def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
         self._add(Tag.RENDEZVOUS, round_number, action, participants, waiting)

@@ -121,17 +121,16 @@ def unanswered_calls(waits: Waits, told: Collection[Finding], *, is_live: bool) 
         told: the findings about waits; calls that they explain are not told again.
     """
     before = waits.now - (STUCK_NANOSECONDS if is_live else 0)
-    known = {id(wait.call) for wait in explained(waits)}
+    known = {wait.call.request.key for wait in explained(waits) if wait.call is not None}
+    known |= {finding.message for finding in told if finding.message is not None}
     calls = [
         call
         for call in waits.open_calls
         if call.request.kind in PROGRAM_CALLS
         and (call.request.sent or 0) <= before
-        and id(call) not in known
+        and call.request.key not in known
         and not call.function.startswith(OWN_FUNCTIONS)
     ]
-    told_keys = {finding.message for finding in told}
-    calls = [call for call in calls if call.request.key not in told_keys]
     if calls:
         functions = Counter(tidy(call.function) or call.request.type for call in calls)
         more = "more " if told else ""
