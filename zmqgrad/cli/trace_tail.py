@@ -63,15 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print messages until the job ends."""
-    wanted = Filter(
-        [each.upper() for each in arguments.type],
-        [each.upper() for each in arguments.not_type],
-        arguments.function,
-        arguments.context,
-        arguments.worker,
-        arguments.peer,
-        arguments.stores,
-    )
+    types, without = ([each.upper() for each in one] for one in (arguments.type, arguments.not_type))
+    ends_of = (arguments.worker, arguments.peer)
+    wanted = Filter(types, without, arguments.function, arguments.context, *ends_of, arguments.stores)
     printer = _Printer(wanted, arguments.json)
     if not (arguments.no_follow or chooses_part(arguments)):
         with Follower(directory_of(arguments), arguments.job) as follower:

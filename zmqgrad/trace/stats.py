@@ -148,15 +148,9 @@ def statistics(job: Job) -> Statistics:
                     group.add_message(each)
     begin, end = job.span()
     processes = [_process_row(job, process) for process in job.processes]
-    return Statistics(
-        end - begin,
-        messages,
-        size,
-        lost,
-        sum(p.dropped for p in processes),
-        processes,
-        *map(_rows, (types, pairs, functions)),
-    )
+    dropped = sum(p.dropped for p in processes)
+    rows = map(_rows, (types, pairs, functions))
+    return Statistics(end - begin, messages, size, lost, dropped, processes, *rows)
 
 
 def _rows(groups: Mapping[str, _Group]) -> list[Row]:
@@ -166,13 +160,6 @@ def _rows(groups: Mapping[str, _Group]) -> list[Row]:
 
 def _process_row(job: Job, process: Process) -> ProcessRow:
     bound = max(job.bound(process, process.first), job.bound(process, process.last))
-    return ProcessRow(
-        process_label(process),
-        process.info.host,
-        process.info.pid,
-        process.events,
-        process.dropped,
-        process.damage,
-        round(bound) if math.isfinite(bound) else None,
-        len(process.jumps),
-    )
+    limit, jumps, info = round(bound) if math.isfinite(bound) else None, len(process.jumps), process.info
+    counts = (process.events, process.dropped)
+    return ProcessRow(process_label(process), info.host, info.pid, *counts, process.damage, limit, jumps)

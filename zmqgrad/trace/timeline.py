@@ -87,14 +87,8 @@ class Timeline:
 
     def at(self, phase: str, name: str, actor: Actor, time: int, thread: int = 0, **fields: Any) -> Event:
         """An event; ``fields`` are those of its phase."""
-        return {
-            "ph": phase,
-            "name": name,
-            "pid": self.pid(actor),
-            "tid": thread,
-            "ts": self.microseconds(time),
-            **fields,
-        }
+        where = {"pid": self.pid(actor), "tid": thread, "ts": self.microseconds(time)}
+        return {"ph": phase, "name": name, **where, **fields}
 
     def slice(
         self, category: str, title: str, actor: Actor, thread: int, begin: int, end: int | None, args: Args
@@ -189,32 +183,26 @@ class Timeline:
                 yield self.at("C", f"{actor.name} queue", actor, change >> 1, args={"requests": length})
 
     def _call(self, call: Call) -> Iterator[Event]:
-        request, reply = call.request, call.reply
+        request, reply, at = call.request, call.reply, call.request.target
         is_query = request.source is not None and request.source.role is not Role.WORKER
         name, key = (not is_query and call.function) or request.type, flow_id(request)
         if request.source is not None and request.sent is not None and expects_reply(call):
             replied = reply.received if reply is not None else None
-            to = worker_label(request.target, request.peer)
-            fields: dict[str, Any] = {"to": to, "arguments": call.arguments}
+            fields: dict[str, Any] = {"to": worker_label(at, request.peer), "arguments": call.arguments}
             fields.update({"failed": True} if call.failed else {})
-            yield from self._interval(
-                "call", f"call {name}", request.source, key, request.sent, replied, _fields(request, fields)
-            )
-        if request.target is None or call.started is None:
+            args, title = _fields(request, fields), f"call {name}"
+            yield from self._interval("call", title, request.source, key, request.sent, replied, args)
+        if at is None or call.started is None:
             return
-        if request.received is not None:
-            yield from self._interval(
-                "queue", f"queued {name}", request.target, key ^ 1, request.received, call.started, {}
-            )
+        received, started = request.received, call.started
+        if received is not None:
+            yield from self._interval("queue", f"queued {name}", at, key ^ 1, received, started, {})
         fields = {"from": worker_label(request.source, request.peer), "failed": call.failed}
-        yield self.slice(
-            "serve", name, request.target, call.thread, call.started, call.finished, _fields(request, fields)
-        )
-        if request.received is not None:  # from where it was received to where it is served
+        yield self.slice("serve", name, at, call.thread, started, call.finished, _fields(request, fields))
+        if received is not None:  # from where it was received to where it is served
             arrow: dict[str, Any] = {"cat": "queue", "id": f"{key:#x}"}
-            where = request.target
-            yield self.at("s", "queued", where, request.received, request.receiver_thread, **arrow)
-            yield self.at("f", "queued", where, call.started, call.thread, bp="e", **arrow)
+            yield self.at("s", "queued", at, received, request.receiver_thread, **arrow)
+            yield self.at("f", "queued", at, started, call.thread, bp="e", **arrow)
 
     # ---- threads ----------------------------------------------------------------------------------------
 

@@ -80,17 +80,8 @@ class Writer:
         recorder.path = recorder.directory / f"{host}-{os.getpid()}-{secrets.token_hex(4)}{log.SUFFIX}"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(recorder.path, flags, 0o600)
-        info = ProcessInfo(
-            host,
-            os.getpid(),
-            wall_ns(),
-            now(),
-            own_clock(),
-            recorder.job,
-            " ".join(sys.argv)[:MAX_NAME_CHARACTERS],
-            os.getppid(),
-            stacks.LIBRARY,
-        )
+        clocks, program = (wall_ns(), now(), own_clock()), " ".join(sys.argv)[:MAX_NAME_CHARACTERS]
+        info = ProcessInfo(host, os.getpid(), *clocks, recorder.job, program, os.getppid(), stacks.LIBRARY)
         try:
             write_all(fd, log.header(info))
         except BaseException:

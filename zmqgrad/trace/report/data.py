@@ -227,39 +227,26 @@ class Report:
             yield self._context(context)
 
     def _context(self, context: Context) -> dict[str, Any]:
-        number, rows = self.actors.number, self.activity.send_rows
-        unused = {send.id for send in context.unused()}
+        number, worker, tick = self.actors.number, self.actors.worker, self._tick_of
+        unused, rows = {send.id for send in context.unused()}, self.activity.send_rows
+        groups = sorted(context.groups, key=lambda g: g.began)
         return {
             "id": show_id(context.number),
             "sends": [
-                (
-                    show_id(s.id),
-                    number(s.actor),
-                    self.actors.worker(s.peer),
-                    rows[s.id],
-                    self._tick_of(s.time),
-                    s.id in unused,
-                )
+                (show_id(s.id), number(s.actor), worker(s.peer), rows[s.id], tick(s.time), s.id in unused)
                 for s in context.sends.values()
             ],
             "groups": [
-                (
-                    number(g.actor),
-                    self._tick_of(g.began),
-                    g.nanoseconds // self._tick,
-                    list(map(show_id, g.sends)),
-                    list(map(show_id, g.recvs)),
-                )
-                for g in sorted(context.groups, key=lambda g: g.began)
+                (number(g.actor), tick(g.began), g.nanoseconds // self._tick, _ids(g.sends), _ids(g.recvs))
+                for g in groups
             ],
             "passes": [
-                (
-                    number(p.actor),
-                    self._tick_of(p.began),
-                    None if p.ended is None else self._tick_of(p.ended),
-                    p.failed,
-                )
+                (number(p.actor), tick(p.began), None if p.ended is None else tick(p.ended), p.failed)
                 for p in context.passes.values()
                 if p.actor is not None
             ],
         }
+
+
+def _ids(sends: Iterable[int]) -> list[str]:
+    return list(map(show_id, sends))
