@@ -45,7 +45,7 @@ IDENTIFY_AFTER_SECONDS = 1.0
 """How long a server may be silent before it is probed otherwise."""
 
 NAME_WITHIN_SECONDS = 5.0
-"""How long an error waits for the name of what has taken a port: its host may have more to do than to greet."""
+"""How long an error waits for the name of what has taken a port, whose host may have more to do."""
 
 _POLL_SECONDS = (0.002, 0.05)
 
