@@ -349,7 +349,7 @@ def test_a_reply_after_its_context_is_an_error_if_it_would_have_a_history(c3: Cl
         MessageType.FORWARD_AUTOGRAD_REQ if learns == "in time" else MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ
     )
     with c3.network.hold(held, target=1):
-        with context() as ctx:
+        with c3.network.hold(MessageType.FORWARD_AUTOGRAD_RESP, target=0), context() as ctx:
             waits = rpc.rpc_async(1, double, (leaf(1),))
             constant = rpc.rpc_async(1, double, (torch.ones(1),))
             with torch.no_grad():
