@@ -295,8 +295,8 @@ def test_a_store_that_became_garbage_is_closed() -> None:
         if in_a_cycle:
             store.itself, client.itself = client, store  # type: ignore[attr-defined]
         del store, client
-        gc.collect()
-        eventually(lambda: list(finalizer._open), lambda still_open: not still_open, PATIENCE)
+        # Again at each look, as the thread of the watch may hold the client during one.
+        eventually(lambda: (gc.collect(), list(finalizer._open))[1], lambda opened: not opened, PATIENCE)
     TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE).close()
 
 
