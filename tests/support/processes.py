@@ -36,8 +36,8 @@ STACKS = 5.0
 # Each process is a fork of one that has imported what is large, and not ours: a fresh interpreter would take
 # seconds of processor time to import torch, what torch's optimizers import, and what its assert_close does.
 LARGE = ("cloudpickle", "hypothesis", "msgspec", "pytest", "zmq", "torch._dynamo", "torch.distributed.tensor")
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(list(LARGE))
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(list(LARGE))
 
 
 class ProcessFailure(AssertionError):
@@ -136,8 +136,8 @@ class _Worker:
         self._error = "no result came, and it had not ended: killed"
         self._output = output
         env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        self.connection, theirs = _processes.Pipe()
-        self._process = _processes.Process(
+        self.connection, theirs = forkserver.Pipe()
+        self._process = forkserver.Process(
             target=_child, args=(theirs, call, env, str(output), list(sys.path)), name=f"rank-{rank}"
         )
         self._process.start()

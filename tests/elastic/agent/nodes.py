@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from tests.support.waiting import eventually
 
@@ -34,25 +34,44 @@ signal.pause()
 """Prints its pid, rank, world size and restart count; runs its argument; waits for a signal."""
 
 
+class Launcher(Protocol):
+    """A process that starts workers: a Popen, or what is like it."""
+
+    stdout: IO[bytes] | None
+    pid: int
+
+    def kill(self) -> None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def run_command(*arguments: object, within: Sequence[str] = (), **environ: str) -> subprocess.Popen[bytes]:
+    """Start ``zmqgrad run``.
+
+    Args:
+        within: a command that executes it, such as ``ip netns exec NAME``.
+        environ: variables in addition to those of this process.
+    """
+    return subprocess.Popen(
+        [*within, sys.executable, "-m", "zmqgrad", "run", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **environ},
+    )
+
+
 class Node:
     """A launcher with its workers.
 
     Args:
-        arguments: of ``zmqgrad run``.
+        process: the launcher.
         read: begin to read its output.
-        within: a command that executes the launcher, such as ``ip netns exec NAME``.
-        environ: variables in addition to those of this process.
     """
 
-    def __init__(
-        self, *arguments: object, read: bool = True, within: Sequence[str] = (), **environ: str
-    ) -> None:
-        self.process = subprocess.Popen(
-            [*within, sys.executable, "-m", "zmqgrad", "run", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environ},
-        )
+    def __init__(self, process: Launcher, read: bool = True) -> None:
+        self.process = process
         self.text = ""
         self._grown = threading.Condition()
         self._seen = 0
@@ -140,14 +159,14 @@ class Job:
         **environ: str,
     ) -> Node:
         """Start a node, whose workers run ``code``."""
-        node = Node(
+        command = run_command(
             *("--nnodes", nodes, "--rdzv-endpoint", self.endpoint, "--rdzv-id", "job", "--rdzv-conf", FAST),
             *("--max-restarts", restarts, *options, self.script, code),
-            read=read,
             within=within,
             TMPDIR=str(self.script.parent),  # a launcher that is killed cannot remove its temporary directory
             **environ,
         )
+        node = Node(command, read)
         self.nodes.append(node)
         return node
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.agent.nodes import FAST, Job, Node, exits, pause
+from tests.elastic.agent.nodes import FAST, Job, Node, exits, pause, run_command
 from zmqgrad.__main__ import main
 from zmqgrad.elastic.agent.addresses import usable_port
 from zmqgrad.store import TCPStore
@@ -281,7 +281,7 @@ def test_error_files_of_record(tmp_path: Path) -> None:
         "    raise ValueError('the reason')\n"
         "main()\n"
     )
-    node = Node(script)
+    node = Node(run_command(script))
     try:
         assert node.wait() == 1
         assert "    ValueError: the reason" in node.text

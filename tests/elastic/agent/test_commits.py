@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.elastic.agent.nodes import Job
+from tests.elastic.agent.committing import CommittingJob, WithoutKills, five_steps, go_on, say, start
+from tests.elastic.agent.nodes import Node
 from zmqgrad.store import TCPStore
 
 pytestmark = [
@@ -18,129 +20,106 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes that are not its children"),
 ]
 
-TRAIN = """
-import torch
-import zmqgrad.elastic as elastic
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.Adam(model.parameters())
-rows = torch.zeros(12).tensor_split(size)[rank]
-state = elastic.State(model=model, optimizer=optimizer, step=0, rows=elastic.Sharded(rows))
-assert state.outlives_the_process
-print("restored", rank, state.restore(), state.step, state.rows.tolist(), flush=True)
-def train():
-    optimizer.zero_grad()
-    model(torch.full((1, 4), float(state.step))).sum().backward()
-    optimizer.step()
-    state.step += 1
-    state.rows += torch.arange(12.).tensor_split(size)[rank]
-def stop(*_):
-    sys.exit()
-signal.signal(signal.SIGUSR1, stop)
-def go_on(until):
-    while state.step < until:
-        train()
-        state.commit()
-    state.wait()
-    print("reached", rank, state.step, repr(model.weight.sum().item()), flush=True)
-"""
-PAUSE = TRAIN + "go_on(state.step + 5); signal.pause()\n"
+expected = WithoutKills().values
 
 
 @pytest.fixture
-def store() -> Iterator[TCPStore]:
-    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as served:
-        yield served
+def job(tmp_path: Path) -> Iterator[CommittingJob]:
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
+        made = CommittingJob(f"127.0.0.1:{store.port}", tmp_path)
+        yield made
+        made.close()
 
 
-@pytest.fixture
-def job(store: TCPStore, tmp_path: Path) -> Iterator[Job]:
-    made = Job(f"127.0.0.1:{store.port}", tmp_path / "worker.py")
-    yield made
-    made.close()
+def find(node: Node, what: str, step: int, rank: int, size: int) -> None:
+    """Wait until ``node`` prints that ``rank`` has the values of ``step``."""
+    node.find(rf"^{what} .*{re.escape(expected(step, rank, size))}$")
 
 
-def rows(step: int, rank: int, size: int) -> str:
-    count = 12 // size
-    values = [float(index * step) for index in range(12)]
-    return str(values[rank * count : (rank + 1) * count]).replace("[", r"\[").replace("]", r"\]")
+def find_rank(node: Node, what: str, step: int, size: int) -> int:
+    """The rank of the only worker of ``node``, once it prints that it has the values of ``step``."""
+    rank = int(node.find(rf"^{what} .*\[(\d),{size},{step},")[1])
+    assert expected(step, rank, size) in node.text
+    return rank
 
 
-def test_a_killed_worker_goes_on_from_its_last_commit(job: Job) -> None:
-    node = job.start(PAUSE, "--nproc-per-node", 2, nodes="1", restarts=2)
+def test_a_killed_worker_goes_on_from_its_last_commit(job: CommittingJob) -> None:
+    node = job.start(five_steps, nodes=(1, 1), workers=2, restarts=1)
     workers = node.find_workers(2, world_size=2)
-    for _ in range(2):
-        node.find(r"restored \d False 0 ")
-    for _ in range(2):
-        node.find(r"reached \d 5 ")
+    assert {find_rank(node, "reached", 5, 2) for _ in range(2)} == {0, 1}
     os.kill(workers[1], signal.SIGKILL)
-    workers = node.find_workers(2, world_size=2, restarts=1)
-    for _ in range(2):
-        rank = int(node.find(r"restored (\d) True 5 ")[1])
-        assert f"restored {rank} True 5 {rows(5, rank, 2)}".replace("\\", "") in node.text
-    for _ in range(2):
-        node.find(r"reached \d 10 ")
+    assert {find_rank(node, "restored", 5, 2) for _ in range(2)} == {0, 1}
+    assert {find_rank(node, "reached", 10, 2) for _ in range(2)} == {0, 1}
 
 
-def test_a_killed_node_and_its_shards_come_back_from_the_other_host(job: Job) -> None:
+def test_a_killed_node_and_its_shards_come_back_from_the_other_host(job: CommittingJob) -> None:
     """Of two nodes one is killed; the other goes on alone, with the shards of both, cut for one rank."""
-    first = job.start(PAUSE, nodes="1:2")
-    first.find(r"reached 0 5 ")  # alone, as the other may take longer to start than the round waits
-    other = job.start(PAUSE, nodes="1:2")
+    first = job.start(five_steps, nodes=(1, 2))
+    find(first, "reached", 5, 0, 1)  # alone, as the other may take longer to start than the round waits
+    other = job.start(five_steps, nodes=(1, 2))
     for node in (first, other):
-        node.find(r"reached \d 10 -?[\d.e-]+$")
+        find_rank(node, "reached", 10, 2)
     other.process.kill()
-    first.find(rf"restored 0 True 10 {rows(10, 0, 1)}")
-    first.find(r"reached 0 15 ")
-    joined = job.start(PAUSE, nodes="1:2")
+    find(first, "restored", 10, 0, 1)
+    find(first, "reached", 15, 0, 1)
+    joined = job.start(five_steps, nodes=(1, 2))
     for node in (first, joined):
-        rank = int(node.find(r"restored (\d) True 15 ")[1])
-        assert f"restored {rank} True 15 {rows(15, rank, 2)}".replace("\\", "") in node.text
-        node.find(rf"reached {rank} 20 ")
+        rank = find_rank(node, "restored", 15, 2)
+        find(node, "reached", 20, rank, 2)
 
 
-def test_a_spare_gets_the_state_of_the_node_whose_place_it_takes(job: Job) -> None:
-    nodes = [job.start(PAUSE, nodes="2") for _ in range(2)]
-    for node in nodes:
-        node.find(r"reached \d 5 ")
-    spare = job.start(PAUSE, nodes="2")
+def test_a_spare_gets_the_state_of_the_node_whose_place_it_takes(job: CommittingJob) -> None:
+    nodes = [job.start(five_steps, nodes=(2, 2)) for _ in range(2)]
+    ranks = [find_rank(node, "reached", 5, 2) for node in nodes]
+    spare = job.start(five_steps, nodes=(2, 2))
     spare.find("spare 1 of 1")
-    rank = int(nodes[0].text.split("restored ")[1][0])
     nodes[0].process.kill()
-    spare.find(rf"restored {rank} True 5 {rows(5, rank, 2)}")
-    nodes[1].find(rf"restored {1 - rank} True 5 {rows(5, 1 - rank, 2)}")
-    assert spare.find(rf"reached {rank} 10 (.*)$")[1] == nodes[1].find(r"reached \d 10 (.*)$")[1]
+    for node, rank in zip((spare, nodes[1]), ranks, strict=True):
+        find(node, "restored", 5, rank, 2)
+        find(node, "reached", 10, rank, 2)
 
 
-def test_a_commit_that_not_all_ranks_have_made_is_not_restored(job: Job) -> None:
-    code = (
-        TRAIN
-        + "go_on(3)\nif rank == 0 and size == 2:\n    train(); state.commit(); print('ahead', flush=True)\n"
-    )
-    nodes = [job.start(code + "signal.pause()\n", nodes="2", restarts=1) for _ in range(2)]
+def ahead() -> None:
+    """Rank 0 makes a commit that the others do not make, in the first round."""
+    training = start()
+    go_on(training, 3)
+    if training.rank == 0 and os.environ["ZMQGRAD_ROUND"] == "0":
+        training.train()
+        training.state.commit()
+        say("ahead")
+    signal.pause()
+
+
+def test_a_commit_that_not_all_ranks_have_made_is_not_restored(job: CommittingJob) -> None:
+    nodes = [job.start(ahead, nodes=(2, 2), restarts=1) for _ in range(2)]
     workers = {rank: pid for node in nodes for rank, pid in node.find_workers(1, world_size=2).items()}
-    first = next(node for node in nodes if "worker" in node.text and "has 0 2" in node.text)
+    first = next(node for node in nodes if f"worker {workers[0]} " in node.text)
     first.find("ahead")
     os.kill(workers[1], signal.SIGKILL)
     for node in nodes:
-        node.find(r"restored \d True 3 ")
+        find_rank(node, "restored", 3, 2)
 
 
-def test_the_last_commit_survives_all_agents_on_disk(job: Job, tmp_path: Path) -> None:
-    path = repr(str(tmp_path / "saved"))
-    saves = TRAIN.replace("state.restore()", f"state.restore({path})")
-    code = (
-        saves + f"go_on(state.step + 3); state.save({path}); print('saved', rank, state.step, flush=True)\n"
-    )
-    first = job.start(code + "signal.pause()\n", nodes="1:2")
-    first.find("saved")  # alone
-    nodes = [first, job.start(code + "signal.pause()\n", nodes="1:2")]
+def three_saved_steps(path: Path, ends: bool) -> None:
+    """Go on from what was saved, for three steps, which are saved as well."""
+    training = start(path)
+    go_on(training, 3)
+    training.state.save(path)
+    say("saved", training.values())
+    if not ends:
+        signal.pause()
+
+
+def test_the_last_commit_survives_all_agents_on_disk(job: CommittingJob, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    first = job.start(three_saved_steps, path, False, nodes=(1, 2))
+    find(first, "saved", 3, 0, 1)  # alone
+    nodes = [first, job.start(three_saved_steps, path, False, nodes=(1, 2))]
     for node in nodes:
-        node.find(r"restored \d True 3 ")
-        node.find(r"saved \d 6")
+        find_rank(node, "restored", 3, 2)
+        find_rank(node, "saved", 6, 2)
     for node in nodes:
         node.process.kill()
-    alone = job.start(code + "sys.exit()\n", nodes="1:2")
-    alone.find(rf"restored 0 True 6 {rows(6, 0, 1)}")
+    alone = job.start(three_saved_steps, path, True, nodes=(1, 2))
+    find(alone, "restored", 6, 0, 1)
     assert alone.wait() == 0
