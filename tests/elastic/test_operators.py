@@ -64,6 +64,16 @@ def test_join_waits_for_enough_nodes_and_then_for_the_last_call() -> None:
     assert join(known_to(A, gathering(A), last_call=10.0), DEADLINE) is Action.SYNC
 
 
+def test_a_round_is_not_completed_without_a_node_that_has_a_place_in_it() -> None:
+    """A node that returns is in line until it sees that the round is open; it leaves, or its heartbeat expires."""
+    state = gathering(A, B)
+    state.wait_list.append(C)
+    assert join(known_to(A, state, last_call=10.0), DEADLINE) is Action.SYNC
+    assert join(known_to(C, state, last_call=10.0), DEADLINE) is Action.ADD_TO_PARTICIPANTS
+    remove(state, [C], SETTINGS)
+    assert join(known_to(A, state, last_call=10.0), DEADLINE) is Action.MARK_RENDEZVOUS_COMPLETE
+
+
 def test_join_keeps_its_node_alive_while_it_waits() -> None:
     assert join(known_to(A, gathering(A), age=5.0), DEADLINE) is Action.KEEP_ALIVE
     waiting = complete(A, B)

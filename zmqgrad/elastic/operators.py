@@ -96,7 +96,13 @@ def join(context: Context, deadline: float) -> Action:
             return Action.ADD_TO_PARTICIPANTS
         if not waits:
             return Action.ADD_TO_WAIT_LIST
-    elif state.deadline is not None and context.last_call_age >= settings.timeout.last_call:
+    elif (
+        state.deadline is not None
+        and context.last_call_age >= settings.timeout.last_call
+        # Who returns from the round before is in line, lives, and may have what the others need: it is given
+        # its place, however long it takes to see that the round is open.
+        and not state.wait_list[: num_free(state, settings)]
+    ):
         return Action.MARK_RENDEZVOUS_COMPLETE
     return Action.KEEP_ALIVE if _is_known(context) and context.must_keep_alive else Action.SYNC
 
