@@ -65,7 +65,7 @@ def test_join_waits_for_enough_nodes_and_then_for_the_last_call() -> None:
 
 
 def test_a_round_is_not_completed_without_a_node_that_has_a_place_in_it() -> None:
-    """A node that returns is in line until it sees that the round is open; it leaves, or its heartbeat expires."""
+    """A node that returns is in line until it sees that the round is open."""
     state = gathering(A, B)
     state.wait_list.append(C)
     assert join(known_to(A, state, last_call=10.0), DEADLINE) is Action.SYNC

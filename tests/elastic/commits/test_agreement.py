@@ -51,3 +51,12 @@ def test_a_later_round_counts_more_than_a_larger_number() -> None:
 def test_the_newest_on_the_disks_of_all_is_chosen_if_none_is_in_memory() -> None:
     assert choose([inventory(saved=(3, 5)), inventory(saved=(3, 4))]) == Choice(3)
     assert choose([inventory(saved=(3,)), inventory()]) == Choice()
+
+
+def test_nothing_older_than_a_whole_commit_is_chosen_from_memory() -> None:
+    """All have gone on from it, and the node that had a part of it is not among these."""
+    nodes = [inventory((FIRST, REPLICATED), (FIRST, 0), (SECOND, REPLICATED), shards=1)]
+    assert choose([*nodes, Inventory(whole=FIRST)]) == Choice(1, 1, FIRST)
+    assert choose([*nodes, Inventory(whole=SECOND)]) == Choice(missing=(0,))
+    assert choose([Inventory(nodes[0].parts, saved=(1,), whole=SECOND)]) == Choice(1), "the disk counts"
+    assert choose([Inventory(whole=SECOND)]) == Choice(missing=(REPLICATED,))

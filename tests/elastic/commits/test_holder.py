@@ -137,11 +137,13 @@ class Nodes(Alone):
         super().__init__(holder)
         self.other = other or Inventory()
         self.copies: dict[PartId, bytes] = {}
+        self.exchanging = threading.Event()
         self.copying = threading.Event()
         self.may_copy = threading.Event()
         self.may_copy.set()
 
     def exchange(self, restores: int, own: Inventory, deadline: Deadline) -> Sequence[Inventory]:
+        self.exchanging.set()
         return [own, self.other]
 
     def copy(self, part: PartId, data: memoryview) -> None:
@@ -189,6 +191,37 @@ def test_a_copy_of_another_node_is_kept_and_restored(holder: Holder) -> None:
     holder.begin_round(1, [0], Alone(holder))
     assert holder.restore(0, (), NOW) == Choice(1, 2, commit)
     assert [read(holder, rank) for rank in (REPLICATED, 0, 1)] == [b"own", b"own", b"other"]
+
+
+def test_a_commit_whose_other_shard_is_not_here_waits_for_the_node_that_has_it(holder: Holder) -> None:
+    """To begin anew without a word would lose it, though that node may only be late."""
+    holder.begin_round(0, [0], Nodes(holder))
+    holder.restore(0, (), NOW)
+    write(holder, 0, 1, b"own", shards=2)
+    commit = CommitId(0, 1, 1)
+    nodes = Nodes(holder)
+    holder.begin_round(1, [0], nodes)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(holder.restore, 0, (), soon())
+        assert nodes.exchanging.wait(WAIT)
+        holder.begin_round(2, [0], Nodes(holder, Inventory((PartId(commit, 1, 2),), whole=commit)))
+        with pytest.raises(CommitError, match="the round has ended"):
+            waiting.result(WAIT)
+    assert holder.restore(0, (), NOW) == Choice(1, 2, commit)
+    assert [read(holder, rank) for rank in (0, 1)] == [b"own", b"part of 1"]
+
+
+def test_ranks_that_catch_the_loss_of_a_commit_begin_anew(holder: Holder) -> None:
+    holder.begin_round(0, [0], Nodes(holder))
+    holder.restore(0, (), NOW)
+    write(holder, 0, 1, b"own", shards=2)
+    holder.begin_round(1, [0], Nodes(holder))
+    with pytest.raises(CommitError, match=r"no host of this round has the part of rank 1: those that had it"):
+        holder.restore(0, (), NOW)
+    write(holder, 0, 1, b"new", shards=1)
+    holder.begin_round(2, [0], Nodes(holder))
+    assert holder.restore(0, (), NOW) == Choice(1, 1, CommitId(1, 1, 1))
+    assert read(holder) == b"new"
 
 
 def test_a_copy_of_an_earlier_round_is_of_no_use(holder: Holder) -> None:

@@ -33,12 +33,14 @@ class Inventory(msgspec.Struct, frozen=True):
     Args:
         parts: in its memory.
         saved: numbers of the commits that all of its ranks find on disk.
+        whole: the newest commit that it knows to have been whole.
         endpoints, incarnation: where its parts can be fetched.
         host: on which it is.
     """
 
     parts: tuple[PartId, ...] = ()
     saved: tuple[int, ...] = ()
+    whole: CommitId | None = None
     endpoints: tuple[str, ...] = ()
     incarnation: int = 0
     host: str = ""
@@ -51,15 +53,21 @@ class Choice(msgspec.Struct, frozen=True):
         number: of the commit; 0: there is none.
         shards: how many sharded parts it has.
         commit: where it is in memory; None: it is on disk, or there is none.
+        missing: ranks of which no node has the part. There was a whole commit, and it is not to be had.
     """
 
     number: int = 0
     shards: int = 0
     commit: CommitId | None = None
+    missing: tuple[int, ...] = ()
 
 
 def choose(inventories: Sequence[Inventory]) -> Choice:
-    """The newest commit of which all parts are with some node; else the newest that all find on disk."""
+    """The newest commit of which all parts are with some node; else the newest that all find on disk.
+
+    None in memory that is older than one that was whole: the job has gone on from there.
+    """
+    whole = max((each.whole for each in inventories if each.whole is not None), default=None)
     ranks: dict[CommitId, set[int]] = defaultdict(set)
     shards: dict[CommitId, int] = {}
     for inventory in inventories:
@@ -67,7 +75,12 @@ def choose(inventories: Sequence[Inventory]) -> Choice:
             ranks[part.commit].add(part.rank)
             shards[part.commit] = part.shards
     for commit in sorted(ranks, reverse=True):
+        if whole is not None and commit < whole:
+            break
         if ranks[commit].issuperset([REPLICATED, *range(shards[commit])]):
             return Choice(commit.number, shards[commit], commit)
     saved = set.intersection(*(set(inventory.saved) for inventory in inventories))
-    return Choice(max(saved, default=0))
+    if saved or whole is None:
+        return Choice(max(saved, default=0))
+    missing = {REPLICATED, *range(shards.get(whole, 0))} - ranks[whole]
+    return Choice(missing=tuple(sorted(missing)))

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from zmqgrad.elastic.commits.agreement import Choice, CommitId, Inventory, PartId, choose
+from zmqgrad.elastic.commits.agreement import REPLICATED, Choice, CommitId, Inventory, PartId, choose
 from zmqgrad.errors import CommitError
 from zmqgrad.runtime.clock import Deadline
 
@@ -118,6 +118,15 @@ class Alone:
         pass
 
 
+def _explain_loss(missing: Sequence[int]) -> str:
+    parts = ", ".join("what is replicated" if rank == REPLICATED else f"rank {rank}" for rank in missing)
+    return (
+        f"there was a whole commit, and no host of this round has the part of {parts}: those that had it "
+        "were lost, or have not joined. Pass a directory of saved commits to restore(), or catch this on all "
+        "ranks to begin anew"
+    )
+
+
 @dataclass
 class _Round:
     number: int
@@ -125,11 +134,11 @@ class _Round:
     peers: Peers
     restores: int = 0
     whole: int = 0  # number of the newest whole commit
-    base: CommitId | None = None  # that commit, if it is in memory
     choice: Choice | None = None
     saved: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by the ranks that restore now
     attempts: int = 0  # to restore
     error: CommitError | None = None  # of the last one
+    lost: str = ""  # why the newest whole commit cannot be restored
     nodes: dict[PartId, int] = field(default_factory=dict)  # where the parts of the choice are
     made: set[int] = field(default_factory=set)  # ranks that have made the next commit
     ended: bool = False
@@ -148,6 +157,7 @@ class Holder:
         self._writing: dict[int, Segment] = {}  # by rank
         self._fetching: set[PartId] = set()
         self._round: _Round | None = None
+        self._whole: CommitId | None = None  # the newest commit in memory that was whole
 
     # ---- rounds -----------------------------------------------------------------------------------------
 
@@ -200,7 +210,8 @@ class Holder:
             saved: numbers of the commits that it finds on disk.
 
         Raises:
-            CommitError: if not all ranks ask by ``deadline``, or the round ends.
+            CommitError: if not all ranks ask by ``deadline``, or the round ends; or if there was a commit,
+                and no node of the round has all of it until then.
         """
         with self._changed:
             round = self._current()
@@ -213,8 +224,9 @@ class Holder:
                         lambda: round.attempts > attempts,
                         deadline,
                         lambda: (
-                            f"rank {sorted(round.ranks.difference(round.saved))} has not called restore(): "
-                            "all ranks must do so equally often"
+                            round.lost
+                            or f"rank {sorted(round.ranks.difference(round.saved))} has not called "
+                            "restore(): all ranks must do so equally often"
                         ),
                     )
                 except CommitError:
@@ -224,7 +236,8 @@ class Holder:
                     raise round.error
                 assert round.choice is not None
                 return round.choice
-            own = Inventory(tuple(self._parts), tuple(set.intersection(*map(set, round.saved.values()))))
+            saved_here = set.intersection(*map(set, round.saved.values()))
+            own = Inventory(tuple(self._parts), tuple(saved_here), self._whole)
         try:
             inventories = round.peers.exchange(restores, own, deadline)
         except CommitError as error:
@@ -236,9 +249,19 @@ class Holder:
         with self._changed:
             if round.ended:
                 raise CommitError("the round has ended")
-            round.choice, round.base, round.whole = choice, choice.commit, choice.number
+            if choice.missing:
+                round.lost = _explain_loss(choice.missing)
+                try:
+                    # A node that has it may live, and join: that ends the round.
+                    self._wait(round, lambda: False, deadline, lambda: round.lost)
+                finally:
+                    round.attempts, round.restores, round.saved = attempts + 1, restores + 1, {}
+                    round.error = CommitError(round.lost)
+                    self._changed.notify_all()
+            round.choice, round.whole, self._whole = choice, choice.number, choice.commit
             round.nodes = {part: node for node, each in enumerate(inventories) for part in each.parts}
             round.attempts, round.error, round.restores = attempts + 1, None, restores + 1
+            round.lost = ""
             round.saved, round.made = {}, set()
             # Not those that a node which is ahead has made since.
             self._drop(lambda part: part.commit != choice.commit and part.commit < round.commit(0))
@@ -366,7 +389,7 @@ class Holder:
             round = self._round
             if round is None or commit.number <= round.whole or commit != round.commit(commit.number):
                 return
-            round.whole, round.base = commit.number, commit
+            round.whole, self._whole = commit.number, commit
             self._drop(lambda part: part.commit < commit)
             self._changed.notify_all()
 

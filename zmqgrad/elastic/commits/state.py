@@ -215,13 +215,14 @@ class State:
 
         Args:
             path: a directory that all hosts have; None: no disk.
-            timeout: seconds to wait for the other ranks.
+            timeout: seconds to wait for the other ranks; and for a host that has what no other has, to join.
 
         Returns:
             Whether there was one. Otherwise the values are as they were.
 
         Raises:
-            CommitError: if not all ranks call this in time, or a part is lost, or does not fit.
+            CommitError: if not all ranks call this in time, or a part does not fit; or if the newest whole
+                commit is lost in part, and none is on disk. If all ranks catch that, they begin anew.
         """
         with self._lock:
             if self._commits is None:
