@@ -17,13 +17,18 @@ from typing import IO, Any
 
 import torch
 
-from tests.elastic.agent.nodes import FAST, Node
+from tests.elastic.agent.nodes import Node
+from tests.support.namespaces import Hosts, enter
 from tests.support.processes import forkserver
 from zmqgrad.elastic import LaunchConfig, Sharded, State, launch
 
 ROWS = 12
 
-SETTINGS = dict(setting.split("=") for setting in FAST.split(","))
+SETTINGS = {"last_call_timeout": "1", "join_timeout": "60"}
+"""Heartbeats have their usual time, so that no agent is taken for dead on a loaded machine: on one host, the
+death of one is noticed without them."""
+
+BETWEEN_HOSTS = {**SETTINGS, "keep_alive_interval": "1"}
 
 
 class Training:
@@ -112,13 +117,22 @@ class _Agent:
     """A process that launches ``program``, with what a Popen has for :class:`Node`."""
 
     def __init__(
-        self, config: LaunchConfig, program: Callable[..., None], args: Any, directory: Path
+        self,
+        config: LaunchConfig,
+        program: Callable[..., None],
+        args: Any,
+        directory: Path,
+        hosts: Hosts | None,
+        host: int,
     ) -> None:
         read, write = os.pipe()
         self.stdout: IO[bytes] | None = os.fdopen(read, "rb")
+        environ, place = dict(os.environ), None
+        if hosts is not None:
+            environ, place = environ | hosts.environment(), host
         try:
             self._process = forkserver.Process(
-                target=_run_agent, args=(_Output(write), dict(os.environ), directory, config, program, args)
+                target=_run_agent, args=(_Output(write), environ, place, directory, config, program, args)
             )
             self._process.start()
         finally:
@@ -142,6 +156,7 @@ class _Agent:
 def _run_agent(
     output: _Output,
     environ: dict[str, str],
+    host: int | None,
     directory: Path,
     config: LaunchConfig,
     program: Callable[..., None],
@@ -152,6 +167,8 @@ def _run_agent(
     os.close(output.fd)
     os.environ.clear()
     os.environ.update(environ)
+    if host is not None:
+        enter(host)
     tempfile.tempdir = str(directory)  # an agent that is killed cannot remove its temporary directory
     launch(program, config)(*args)
 
@@ -176,11 +193,13 @@ class CommittingJob:
     Args:
         endpoint: of its rendezvous.
         directory: for temporary files.
+        hosts: where nodes can be; None: all are on this host.
     """
 
-    def __init__(self, endpoint: str, directory: Path) -> None:
+    def __init__(self, endpoint: str, directory: Path, hosts: Hosts | None = None) -> None:
         self._endpoint = endpoint
         self._directory = directory
+        self._hosts = hosts
         self.nodes: list[Node] = []
 
     def start(
@@ -190,18 +209,19 @@ class CommittingJob:
         nodes: tuple[int, int],
         workers: int = 1,
         restarts: int = 0,
+        host: int = 0,
     ) -> Node:
-        """Start a node, whose workers call ``program(*args)``."""
+        """Start a node, on ``host``, whose workers call ``program(*args)``."""
         config = LaunchConfig(
             *nodes,
             nproc_per_node=workers,
             run_id="job",
             rdzv_endpoint=self._endpoint,
-            rdzv_configs=SETTINGS,
+            rdzv_configs=SETTINGS if self._hosts is None else BETWEEN_HOSTS,
             max_restarts=restarts,
             start_method="fork",
         )
-        node = Node(_Agent(config, program, args, self._directory))
+        node = Node(_Agent(config, program, args, self._directory, self._hosts, host))
         self.nodes.append(node)
         return node
 

@@ -6,12 +6,14 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.elastic.agent.committing import CommittingJob, WithoutKills, five_steps, go_on, say, start
 from tests.elastic.agent.nodes import Node
+from tests.support.namespaces import Hosts, hosts
 from zmqgrad.store import TCPStore
 
 pytestmark = [
@@ -20,15 +22,25 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes that are not its children"),
 ]
 
+__all__ = ["hosts"]
+
 expected = WithoutKills().values
+
+
+@contextmanager
+def new_job(tmp_path: Path) -> Iterator[CommittingJob]:
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
+        made = CommittingJob(f"127.0.0.1:{store.port}", tmp_path)
+        try:
+            yield made
+        finally:
+            made.close()
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[CommittingJob]:
-    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
-        made = CommittingJob(f"127.0.0.1:{store.port}", tmp_path)
+    with new_job(tmp_path) as made:
         yield made
-        made.close()
 
 
 def find(node: Node, what: str, step: int, rank: int, size: int) -> None:
@@ -66,6 +78,21 @@ def test_a_killed_node_and_its_shards_come_back_from_the_other_host(job: Committ
     for node in (first, joined):
         rank = find_rank(node, "restored", 15, 2)
         find(node, "reached", 20, rank, 2)
+
+
+def test_a_host_that_is_switched_off_leaves_its_shards_on_another(hosts: Hosts, tmp_path: Path) -> None:
+    """Between hosts shards travel encrypted; of one that loses its power nobody hears any more."""
+    job = CommittingJob(f"{hosts.addresses[0]}:29400", tmp_path, hosts)
+    try:
+        nodes = [job.start(five_steps, nodes=(1, 2), host=host) for host in range(2)]
+        for node in nodes:
+            find_rank(node, "reached", 5, 2)
+        with hosts.link_down():
+            find(nodes[0], "restored", 5, 0, 1)
+            find(nodes[0], "reached", 10, 0, 1)
+            nodes[1].process.kill()
+    finally:
+        job.close()
 
 
 def test_a_spare_gets_the_state_of_the_node_whose_place_it_takes(job: CommittingJob) -> None:
@@ -118,8 +145,8 @@ def test_the_last_commit_survives_all_agents_on_disk(job: CommittingJob, tmp_pat
     for node in nodes:
         find_rank(node, "restored", 3, 2)
         find_rank(node, "saved", 6, 2)
-    for node in nodes:
-        node.process.kill()
-    alone = job.start(three_saved_steps, path, True, nodes=(1, 2))
-    find(alone, "restored", 6, 0, 1)
-    assert alone.wait() == 0
+    job.close()
+    with new_job(tmp_path) as another:
+        alone = another.start(three_saved_steps, path, True, nodes=(1, 2))
+        find(alone, "restored", 6, 0, 1)
+        assert alone.wait() == 0
