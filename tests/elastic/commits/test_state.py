@@ -177,6 +177,36 @@ def test_shards_are_cut_for_another_world_size(
         assert state.ranks == list(range(before))[rank::after]
 
 
+def test_what_is_restored_can_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is not filled in place is a leaf, as it was: optimizers take nothing else."""
+    for rank in range(2):
+        place(monkeypatch, rank, 2)
+        rows = torch.full((2, 3), float(rank), requires_grad=True)
+        state = State(
+            weight=nn.Parameter(torch.ones(3)), late=torch.ones(2, requires_grad=True), rows=Sharded(rows)
+        )
+        state.restore()
+        state.commit()
+        state.save(tmp_path)
+    place(monkeypatch, 0, 1)
+    other = State(weight=nn.Parameter(torch.ones(5)), late=None, rows=Sharded(torch.zeros(0, 3)))
+    assert other.restore(tmp_path)
+    optimizer = torch.optim.SGD([other.weight, other.late, other.rows], lr=1.0)
+    (other.weight.sum() + other.late.sum() + other.rows.sum()).backward()
+    optimizer.step()
+    assert isinstance(other.weight, nn.Parameter)
+    assert (other.weight.tolist(), other.late.tolist()) == ([0.0] * 3, [0.0] * 2)
+    assert other.rows.tolist() == [[-1.0] * 3] * 2 + [[0.0] * 3] * 2
+
+
+def test_a_tensor_that_cannot_be_filled_in_place() -> None:
+    state = State(rows=torch.ones(1).expand(4))
+    state.restore()
+    state.commit()
+    with pytest.raises(CommitError, match=r"'rows' cannot be restored: .*more than one element"):
+        state.restore()
+
+
 @pytest.mark.parametrize("name", ["commit", "restore", "save", "commits", "_values"])
 def test_names_of_methods_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="cannot be the name of a value"):

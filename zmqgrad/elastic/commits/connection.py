@@ -1,11 +1,13 @@
 """How a worker reaches the holder of its commits: by a unix socket of its agent, or within its process.
 
 The socket is in a directory that only this user can enter. Each request is one packet, and so is its reply,
-with the descriptor of a segment if it names one.
+with the descriptor of a segment if it names one. A reply has the number of its request: that to one which
+Ctrl-C has interrupted is not taken for that to the next.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -97,8 +99,8 @@ class Chosen(msgspec.Struct, frozen=True, tag=True):
 Request = Hello | Restore | Open | Begin | Written | Await
 Reply = Done | Room | Chosen
 
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_request = msgspec.msgpack.Decoder(tuple[int, Request]).decode
+decode_reply = msgspec.msgpack.Decoder(tuple[int, Reply]).decode
 encode = msgspec.msgpack.encode
 
 
@@ -205,6 +207,7 @@ class AgentCommits(Commits):
 
     def __init__(self, place: Place, round: int, path: str) -> None:
         self.place = place
+        self._requests = itertools.count()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(REPLY_SECONDS)
@@ -218,15 +221,24 @@ class AgentCommits(Commits):
 
     def _ask(self, request: Request, seconds: float) -> tuple[Reply, int]:
         """Returns the reply, and the descriptor with it; -1: none."""
-        self._socket.settimeout(seconds + REPLY_SECONDS)
+        deadline = Deadline.after(seconds + REPLY_SECONDS)
+        number, replied = next(self._requests), -1
         try:
-            self._socket.send(encode(request))
-            data, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
+            self._socket.settimeout(deadline.timeout())
+            self._socket.send(encode((number, request)))
+            while replied != number:
+                self._socket.settimeout(deadline.timeout())
+                data, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
+                if not data:
+                    raise CommitError(
+                        "the agent has closed its connection to this worker: its round has ended"
+                    )
+                replied, reply = decode_reply(data)
+                if replied != number:
+                    for fd in fds:
+                        os.close(fd)
         except OSError as e:
             raise CommitError(f"the agent of this worker does not reply: {e}") from e
-        if not data:
-            raise CommitError("the agent has closed its connection to this worker: its round has ended")
-        reply = decode_reply(data)
         if isinstance(reply, Done) and reply.error:
             raise CommitError(reply.error)
         return reply, fds[0] if fds else -1

@@ -153,7 +153,7 @@ class _Worker:
 
         while data := self._connection.recv(MAX_PACKET_BYTES):
             try:
-                request = decode_request(data)
+                number, request = decode_request(data)
             except MsgspecError as error:
                 logger.warning("a worker of another version is not served: %s", error)
                 return
@@ -161,7 +161,7 @@ class _Worker:
                 reply, fds = self._reply(request)
             except ZmqgradError as error:
                 reply, fds = Done(str(error)), []
-            socket.send_fds(self._connection, [encode(reply)], fds)
+            socket.send_fds(self._connection, [encode((number, reply))], fds)
             if isinstance(request, Written) and reply == Done():
                 try:
                     self._holder.spread(self._rank, request.number, request.shards)

@@ -283,11 +283,11 @@ class State:
             self._set(name, own, value)
 
     def _set(self, name: str, own: Any, value: Any) -> None:
-        if not hasattr(own, "load_state_dict"):
-            self._values[name] = _codec().assign(own, value)
-            return
         try:
-            own.load_state_dict(value)
+            if hasattr(own, "load_state_dict"):
+                own.load_state_dict(value)
+            else:
+                self._values[name] = _codec().assign(own, value)
         except (RuntimeError, ValueError, KeyError, TypeError) as e:
             raise CommitError(f"{name!r} cannot be restored: {e}") from e
 

@@ -129,9 +129,13 @@ def assign(target: Any, value: Any) -> Any:
     ):
         with torch.no_grad():
             return target.copy_(value)
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    new = value.detach().clone().requires_grad_(value.requires_grad)  # a leaf, which an optimizer takes
+    return torch.nn.Parameter(new, new.requires_grad) if isinstance(target, torch.nn.Parameter) else new
 
 
+@torch.no_grad()
 def cut(parts: Sequence[Any], dim: int, rank: int, world_size: int) -> Any:
     """The part of ``rank``, if tensors that are in ``parts`` along ``dim`` are cut for ``world_size`` ranks.
 
@@ -141,7 +145,9 @@ def cut(parts: Sequence[Any], dim: int, rank: int, world_size: int) -> Any:
     if isinstance(first, torch.Tensor):
         if first.dim() <= dim:  # such as the step of an optimizer
             return first.clone()
-        return torch.cat(list(parts), dim).tensor_split(world_size, dim)[rank].contiguous()
+        whole = torch.cat(list(parts), dim)
+        own = whole.tensor_split(world_size, dim)[rank].clone(memory_format=torch.contiguous_format)
+        return own.requires_grad_(first.requires_grad)
     if isinstance(first, Mapping):
         return {key: cut([part[key] for part in parts], dim, rank, world_size) for key in first}
     if isinstance(first, (list, tuple)):
