@@ -14,6 +14,8 @@ import pytest
 from tests.elastic.agent.committing import CommittingJob, WithoutKills, five_steps, go_on, say, start
 from tests.elastic.agent.nodes import Node
 from tests.support.namespaces import Hosts, hosts
+from zmqgrad.elastic import State
+from zmqgrad.errors import CommitError
 from zmqgrad.store import TCPStore
 
 pytestmark = [
@@ -104,6 +106,22 @@ def test_a_spare_gets_the_state_of_the_node_whose_place_it_takes(job: Committing
     for node, rank in zip((spare, nodes[1]), ranks, strict=True):
         find(node, "restored", 5, rank, 2)
         find(node, "reached", 10, rank, 2)
+
+
+def two_states() -> None:
+    """Make another state beside the first, and commit by both."""
+    first, second = start().state, State(step=7)
+    second.restore()
+    second.commit()
+    with pytest.raises(CommitError) as refused:
+        first.commit()
+    say("refused:", refused.value)
+
+
+def test_a_second_state_of_a_process_is_not_mixed_with_the_first(job: CommittingJob) -> None:
+    node = job.start(two_states, nodes=(1, 1))
+    node.find("refused: .*the process has made another State")
+    assert node.wait() == 0
 
 
 def ahead() -> None:

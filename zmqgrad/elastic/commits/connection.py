@@ -230,13 +230,16 @@ class AgentCommits(Commits):
                 self._socket.settimeout(deadline.timeout())
                 data, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
                 if not data:
-                    raise CommitError(
-                        "the agent has closed its connection to this worker: its round has ended"
-                    )
+                    raise ConnectionResetError
                 replied, reply = decode_reply(data)
                 if replied != number:
                     for fd in fds:
                         os.close(fd)
+        except ConnectionError as e:
+            raise CommitError(
+                "the agent has closed its connection to this State: the round has ended, or the process has "
+                "made another State. Pass all values to one"
+            ) from e
         except OSError as e:
             raise CommitError(f"the agent of this worker does not reply: {e}") from e
         if isinstance(reply, Done) and reply.error:

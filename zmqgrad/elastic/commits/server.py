@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class CommitServer:
         self._place: Placement | None = None
         self._store: Store | None = None
         self._connections: set[socket.socket] = set()
+        self._connection_of: dict[int, socket.socket] = {}  # by rank, of this round
         self._closed = False
         self._directory = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         self.path = str(directory / _NAME)
@@ -62,6 +64,7 @@ class CommitServer:
         with self._lock:
             for connection in self._connections:
                 _shut(connection)
+            self._connection_of.clear()
             self._place, self._store = place, store
             holder = self._holder
         if holder is not None:
@@ -118,7 +121,7 @@ class CommitServer:
 
     def _serve(self, connection: socket.socket, holder: Holder) -> None:
         try:
-            _Worker(connection, holder, self._check).serve()
+            _Worker(connection, holder, partial(self._admit, connection)).serve()
         except OSError as e:
             logger.debug("a worker has gone: %s", e)
         finally:
@@ -126,22 +129,26 @@ class CommitServer:
                 self._connections.discard(connection)
             connection.close()
 
-    def _check(self, rank: int, round: int) -> str:
-        """Why a worker is not served; empty: it is."""
+    def _admit(self, connection: socket.socket, rank: int, round: int) -> str:
+        """Why a worker is not served; empty: it is, and another state of its process is not any more."""
         with self._lock:
             place = self._place
-        if place is None or round != place.round or rank not in place.ranks:
-            return f"rank {rank} of round {round} is no worker of this node now"
+            if place is None or round != place.round or rank not in place.ranks:
+                return f"rank {rank} of round {round} is no worker of this node now"
+            before = self._connection_of.get(rank)
+            self._connection_of[rank] = connection
+        if before is not None:
+            _shut(before)
         return ""
 
 
 class _Worker:
     """Serves one worker."""
 
-    def __init__(self, connection: socket.socket, holder: Holder, check: Callable[[int, int], str]) -> None:
+    def __init__(self, connection: socket.socket, holder: Holder, admit: Callable[[int, int], str]) -> None:
         self._connection = connection
         self._holder = holder
-        self._check = check
+        self._admit = admit
         self._rank = -1
 
     def serve(self) -> None:
@@ -174,7 +181,7 @@ class _Worker:
 
         match request:
             case packets.Hello(rank, round):
-                refused = self._check(rank, round)
+                refused = self._admit(rank, round)
                 self._rank = -1 if refused else rank
                 return packets.Done(refused), []
             case _ if self._rank < 0:

@@ -50,7 +50,8 @@ class State:
 
     An object that has ``state_dict`` is committed and restored by it; tensors and plain values as they are.
     ``state.step`` is the value of that name, and can be set. All ranks make the same calls, equally often:
-    :meth:`restore` first, then :meth:`commit` after a step. A process has one state.
+    :meth:`restore` first, then :meth:`commit` after a step. A process has one state: an agent refuses all but
+    the newest.
 
     Started by ``zmqgrad run`` or ``launch``, commits are in memory of the agent, and outlive the workers.
     Without an agent they are in this process: then they do not outlive it, and are not agreed upon with other
