@@ -159,18 +159,20 @@ def test_a_finalizer_may_call_whatever_the_collector_interrupts(pair: list[Worke
 class Litter:
     """Leaves garbage while it is pickled, which the collector finds while the library is at work."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    def __init__(self, worker: Worker, errors: list[str]) -> None:
+        self.worker, self.errors = worker, errors
 
     def __reduce__(self) -> Any:
-        Waits(self.worker)
+        Waits(self.worker, self.errors)
         return str, ("litter",)
 
 
 class Waits(Released):
     """Its finalizer waits, or makes references, which needs locks."""
 
-    errors: list[str] = []
+    def __init__(self, worker: Worker, errors: list[str]) -> None:
+        super().__init__(worker)
+        self.errors = errors
 
     def __del__(self) -> None:
         token = set_current_worker(self.worker)
@@ -187,13 +189,14 @@ class Waits(Released):
 def test_a_finalizer_that_waits_where_the_library_is_interrupted_gets_an_error(pair: list[Worker]) -> None:
     thresholds = gc.get_threshold()
     gc.collect()
+    errors: list[str] = []  # of this test: one that another thread runs may still wait when its test ends
     try:
         gc.set_threshold(1)
         for _ in range(100):
-            assert rpc.rpc_sync(1, len, args=(Litter(pair[0]),), timeout=WAIT) == len("litter")
+            assert rpc.rpc_sync(1, len, args=(Litter(pair[0], errors),), timeout=WAIT) == len("litter")
     finally:
         gc.set_threshold(*thresholds)
         gc.collect()
-    assert Waits.errors
-    for error in Waits.errors:
+    assert errors
+    for error in errors:
         assert "in a finalizer" in error or "was sent, but its result cannot be waited for" in error
