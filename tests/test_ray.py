@@ -20,6 +20,9 @@ pytest.importorskip("ray", reason="needs the extra zmqgrad[ray]")
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.ray import Host, RayLauncher, assign_ranks, worker_variables
 
+SECONDS = 500
+"""Limit of a program, which takes a minute where nothing else runs: the processes of Ray start slowly."""
+
 PROGRAM = Path(__file__).parent / "support" / "ray_program.py"
 
 
@@ -96,7 +99,7 @@ def run_program(path: Path) -> str:
     environ = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     environ["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parents[2]), environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(path)], env=environ, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(path)], env=environ, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -114,7 +117,7 @@ def results() -> dict[str, list[Any]]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(SECONDS + 50)
 class TestWithRay:
     """The slow part is the fixture, which belongs to whichever test comes first."""
 
@@ -127,21 +130,18 @@ class TestWithRay:
         assert [(each["secret"], each["told"]) for each in results["calls"]] == [(True, False)] * 2
 
     def test_a_killed_worker_restarts_the_group_in_new_processes(self, results: dict[str, list[Any]]) -> None:
-        assert results["killed"] == [["1", True], ["1", True]]
+        (warning,) = results["warnings"]
+        assert warning.startswith("restart 1 of 1: the worker of rank 1 died")
+        assert "restart 1, new: True" in results["dies"][1]
 
     def test_the_traceback_is_that_of_the_worker_that_failed_first(
         self, results: dict[str, list[Any]]
     ) -> None:
-        kind, text, rank, restarts = results["raises"]
+        kind, text, rank, restarts = results["dies"]
         assert (kind, rank, restarts) == ("WorkerFailedError", 1, 1)
         assert "in die" in text
-        assert "KeyError: 'not there'" in text
+        assert "KeyError: 'restart 1" in text
         assert "PeerLostError" not in text
-
-    def test_a_worker_that_dies(self, results: dict[str, list[Any]]) -> None:
-        kind, text, rank, restarts = results["dies"]
-        assert (kind, restarts) == ("WorkerFailedError", 0)
-        assert f"the worker of rank {rank} died" in text
 
     def test_the_timeout_names_the_ranks_that_have_not_exited(self, results: dict[str, list[Any]]) -> None:
         assert results["timeout"] == ["LaunchTimeoutError", "the timeout has passed; running: ranks [1]"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -53,25 +54,16 @@ def wait_for_the_other(rank: int) -> None:
         rpc.rpc_sync("worker1", time.sleep, args=(LONG_SECONDS,), timeout=LONG_SECONDS)
 
 
-def killed_once(path: str) -> tuple[str, bool]:
-    """Rank 1 is killed in the first round. Also returns whether this process is new."""
+def die(path: str) -> None:
+    """Rank 1 is killed in the first round, and raises in the second: whether its process is a new one."""
     rank, count = join(), os.environ["TORCHELASTIC_RESTART_COUNT"]
     mine = Path(path) / str(rank)
     if count == "0":
         mine.write_text(str(os.getpid()))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        wait_for_the_other(rank)
-    return count, mine.read_text() != str(os.getpid())
-
-
-def die() -> None:
-    """Rank 1 dies in the first round, and raises in the second."""
-    rank = join()
-    if rank == 1:
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os._exit(7)
-        raise KeyError("not there")
+    elif rank == 1:
+        raise KeyError(f"restart {count}, new: {mine.read_text() != str(os.getpid())}")
     wait_for_the_other(rank)
 
 
@@ -99,15 +91,16 @@ def outcome(run: Callable[[], Any]) -> Any:
 
 def main(directory: str) -> None:
     ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    found = {}
+    found: dict[str, Any] = {"warnings": []}
+    warnings = logging.Handler()
+    warnings.emit = lambda record: found["warnings"].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zmqgrad.ray").addHandler(warnings)
     gpus = RayLauncher(2, cpus_per_worker=0, gpus_per_worker=1, strategy="STRICT_PACK")
     found["calls"] = outcome(lambda: gpus.run(call, 7))
     with RayLauncher(2, max_restarts=1) as launcher:
-        found["killed"] = outcome(lambda: launcher.run(killed_once, directory))
-        found["raises"] = outcome(lambda: launcher.run(die))
+        found["dies"] = outcome(lambda: launcher.run(die, directory))
         found["argument"] = outcome(lambda: launcher.run(call, threading.Lock()))
     once = RayLauncher(2)
-    found["dies"] = outcome(lambda: once.run(os._exit, 7))
     found["timeout"] = outcome(lambda: once.run(wait_in_rank_1, timeout=15))
     found["exit 3"] = outcome(lambda: once.run(sys.exit, 3))
     found["result"] = outcome(lambda: once.run(threading.Lock))
