@@ -124,8 +124,8 @@ class Worker(WorkerCore):
         logger.info("%s: %s (worker %d) is lost: %s", self.name, self.membership.name_of(peer), peer, reason)
         if self.tracer is not None:
             self.tracer.peer_lost(peer, reason)
+        self.membership.mark_left(peer)  # first: who is told by a call may look who is left
         self.client.on_peer_lost(peer)
-        self.membership.mark_left(peer)
         self.server.in_flight.lose(peer)
         self.references.peer_lost(peer)
         self.contexts.forget(peer)

@@ -145,6 +145,26 @@ def test_a_pattern_follows_the_membership_and_a_list_does_not(four: Cluster) -> 
     assert e.value.results == {"worker1": "worker1", "worker3": "worker3"}
 
 
+def test_whose_call_fails_is_no_member_any_more(
+    four: Cluster, gate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group changes before anybody is told by a call."""
+    worker = four.workers[0]
+    call = rpc.rpc_async(2, wait_at, args=(gate,))
+    mark_left, pending = worker.membership.mark_left, []
+
+    def mark(peer: int) -> None:
+        pending.append(len(worker.client.pending))
+        mark_left(peer)
+
+    monkeypatch.setattr(worker.membership, "mark_left", mark)
+    lose(four, 2)
+    with pytest.raises(PeerLostError):
+        call.wait()
+    assert pending == [1]
+    assert [info.name for info in rpc.group("worker*")] == ["worker0", "worker1", "worker3"]
+
+
 def test_a_group_can_be_sent(four: Cluster) -> None:
     assert rpc.rpc_sync(3, call_from_there, (rpc.group("worker[12]"),)) == ["worker1", "worker2"]
 
