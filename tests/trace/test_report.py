@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import gzip
 import json
 import re
@@ -15,6 +16,7 @@ import pytest
 
 from tests.trace.test_job import SECOND, Writer, call, two
 from zmqgrad.__main__ import main
+from zmqgrad.cli.trace_output import output_file
 from zmqgrad.errors import TraceError
 from zmqgrad.trace import Job
 from zmqgrad.trace.events import Tag
@@ -227,6 +229,28 @@ def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     two(tmp_path, 1)
     assert main(["trace", "report", str(tmp_path), "-o", str(tmp_path / "missing" / "r.html")]) == 1
     assert f"cannot write {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_page_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+    """And one that is written is for the user alone, whoever could read the one before."""
+    path = tmp_path / "r.html"
+    path.write_text("before")
+    path.chmod(0o644)
+
+    def fail() -> None:
+        with output_file(path) as file:
+            file.write(b"a part")
+            raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(TraceError, match=r"cannot write .*no space"):
+        fail()
+    assert path.read_text() == "before"
+    two(tmp_path, 1)
+    assert main(["trace", "report", str(tmp_path), "-o", str(path)]) == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert main(["trace", "report", str(tmp_path), "-o", "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device()
+    assert [each for each in tmp_path.iterdir() if each.name.startswith(".")] == []
 
 
 def test_methods_of_remote_values_are_one_function() -> None:

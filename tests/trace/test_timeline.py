@@ -144,7 +144,7 @@ def test_a_message_that_never_arrived_has_no_arrow(tmp_path: Path) -> None:
     assert not named(events, "s", "message")
 
 
-def test_the_file_is_compressed_by_its_suffix_and_removed_if_it_cannot_be_finished(
+def test_the_file_is_compressed_by_its_suffix_and_is_whole_or_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two(tmp_path, 3)
@@ -164,8 +164,10 @@ def test_the_file_is_compressed_by_its_suffix_and_removed_if_it_cannot_be_finish
         raise TraceError("cut")
 
     monkeypatch.setattr(Timeline, "events", broken)
-    assert command(plain) == 1
-    assert not plain.exists()
+    before, there = plain.read_bytes(), sorted(tmp_path.iterdir())
+    assert command(plain) == command(tmp_path / "other.json") == 1
+    assert plain.read_bytes() == before
+    assert sorted(tmp_path.iterdir()) == there
 
 
 # ---- profiles -------------------------------------------------------------------------------------------

@@ -94,22 +94,26 @@ def output_path(arguments: argparse.Namespace, name: str) -> Path:
 
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, readable for the user alone: it has names of the program. It is removed if that fails.
+    """A file to write, readable for the user alone: it has names of the program.
+
+    It takes the place of ``path`` once it is whole; a device or a pipe is written to.
 
     Raises:
         TraceError: if it cannot be written.
     """
-    opened = False
+    replaces = path.is_file() or not path.exists()
+    target = path.with_name(f".{path.name}.{os.getpid()}") if replaces else path
     try:
-        with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            opened = True
-            yield file
-    except BaseException as e:
-        if opened and path.is_file():  # not a device
-            path.unlink(missing_ok=True)
-        if isinstance(e, OSError):
-            raise TraceError(f"cannot write {path}: {e.strerror or e}") from e
-        raise
+        try:
+            with open(target, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                yield file
+            if replaces:
+                target.replace(path)
+        finally:
+            if replaces:
+                target.unlink(missing_ok=True)
+    except OSError as e:
+        raise TraceError(f"cannot write {path}: {e.strerror or e}") from e
 
 
 def open_job(arguments: argparse.Namespace) -> Job:
@@ -144,7 +148,7 @@ def open_job(arguments: argparse.Namespace) -> Job:
 
 
 def read_job(arguments: argparse.Namespace) -> Job:
-    """The job, or the part of it that the arguments choose (:func:`add_part_arguments`); errors as above."""
+    """The job, or the part of it that the arguments choose (:func:`add_view_arguments`); errors as above."""
     directory = directory_of(arguments)
     job = Job(directory, arguments.job, on_read=Progress(directory).add)
     job.cut_live(is_live)
@@ -222,8 +226,7 @@ def clock_text(wall: int) -> str:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; in a terminal, within its width."""
-    for line in table(columns, rows, terminal_width()):
-        print(line)
+    print(*table(columns, rows, terminal_width()), sep="\n")
 
 
 def terminal_width() -> float:

@@ -52,12 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(name, action="append", default=[], metavar="PATTERN", help=what)
     parser.add_argument(
-        "--context",
-        type=parse_id,
-        action="append",
-        default=[],
-        metavar="ID",
-        help="distributed autograd contexts",
+        "--context", type=parse_id, action="append", default=[], metavar="ID", help="autograd contexts"
     )
 
 
