@@ -183,20 +183,24 @@ def test_what_is_restored_can_be_trained(tmp_path: Path, monkeypatch: pytest.Mon
         place(monkeypatch, rank, 2)
         rows = torch.full((2, 3), float(rank), requires_grad=True)
         state = State(
-            weight=nn.Parameter(torch.ones(3)), late=torch.ones(2, requires_grad=True), rows=Sharded(rows)
+            weight=nn.Parameter(torch.ones(3)),
+            late=torch.ones(2, requires_grad=True),
+            rows=Sharded({"rows": rows, "scale": torch.ones((), requires_grad=True)}),
         )
         state.restore()
         state.commit()
         state.save(tmp_path)
     place(monkeypatch, 0, 1)
-    other = State(weight=nn.Parameter(torch.ones(5)), late=None, rows=Sharded(torch.zeros(0, 3)))
+    other = State(weight=nn.Parameter(torch.ones(5)), late=None, rows=Sharded(None))
     assert other.restore(tmp_path)
-    optimizer = torch.optim.SGD([other.weight, other.late, other.rows], lr=1.0)
-    (other.weight.sum() + other.late.sum() + other.rows.sum()).backward()
+    rows, scale = other.rows["rows"], other.rows["scale"]
+    optimizer = torch.optim.SGD([other.weight, other.late, rows, scale], lr=1.0)
+    (other.weight.sum() + other.late.sum() + rows.sum() + scale).backward()
     optimizer.step()
     assert isinstance(other.weight, nn.Parameter)
     assert (other.weight.tolist(), other.late.tolist()) == ([0.0] * 3, [0.0] * 2)
-    assert other.rows.tolist() == [[-1.0] * 3] * 2 + [[0.0] * 3] * 2
+    assert rows.tolist() == [[-1.0] * 3] * 2 + [[0.0] * 3] * 2
+    assert scale.item() == 0.0
 
 
 def test_a_tensor_that_cannot_be_filled_in_place() -> None:

@@ -143,11 +143,10 @@ def cut(parts: Sequence[Any], dim: int, rank: int, world_size: int) -> Any:
     """
     first = parts[0]
     if isinstance(first, torch.Tensor):
-        if first.dim() <= dim:  # such as the step of an optimizer
-            return first.clone()
-        whole = torch.cat(list(parts), dim)
-        own = whole.tensor_split(world_size, dim)[rank].clone(memory_format=torch.contiguous_format)
-        return own.requires_grad_(first.requires_grad)
+        own = first  # such as the step of an optimizer
+        if first.dim() > dim:
+            own = torch.cat(list(parts), dim).tensor_split(world_size, dim)[rank]
+        return own.clone(memory_format=torch.contiguous_format).requires_grad_(first.requires_grad)
     if isinstance(first, Mapping):
         return {key: cut([part[key] for part in parts], dim, rank, world_size) for key in first}
     if isinstance(first, (list, tuple)):
