@@ -146,6 +146,7 @@ class Directory:
                 raise ClosedError(f"worker {self._worker.name} is closed")
             self._followers.append(follower)
         try:
+            follower.begin(self.read(key))  # runs while the watch is registered
             store.watch_key(key, follower.on_change)
             follower.begin(self.read(key))
         except BaseException:
@@ -176,20 +177,22 @@ class Follower:
         self._end = end
         self._lock = threading.Lock()  # guards all below
         self._value: bytes | None = None
+        self._has_changed = False  # since the watch began
         self._scheduled = self._again = False
         self.closed = False
 
     def on_change(self, old: bytes | None, new: bytes | None) -> None:
         """The key has changed."""
         with self._lock:
-            self._value = new or b""
+            self._value, self._has_changed = new or b"", True
         self.schedule()
 
     def begin(self, value: bytes) -> None:
-        """Run with ``value``, which was read after the watch began, unless a change was newer."""
+        """Run with ``value``, which was read, unless it is the last one, or the watch has seen a change."""
         with self._lock:
-            if self._value is None:
-                self._value = value
+            if self._has_changed or value == self._value:
+                return
+            self._value = value
         self.schedule()
 
     def schedule(self) -> None:

@@ -281,7 +281,8 @@ def tensor_at(block: Any, place: Place) -> torch.Tensor:
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(block, dtype=dtype, count=count, offset=place.offset).view(shape)
+    flat = torch.frombuffer(block, dtype=dtype, count=count, offset=place.offset)
+    return flat if len(shape) == 1 else flat.view(shape)  # a view takes longer than what it is of
 
 
 # ---- what readers call ------------------------------------------------------------------------------------
