@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -43,6 +44,26 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = directory
     # After those of multiprocessing itself (-100), whose own directory is in there, too.
     multiprocessing.util.Finalize(None, shutil.rmtree, (directory, True), exitpriority=-101)
+
+
+SPREAD = ("tests/docs/test_code_blocks.py", "tests/examples/test_examples.py")
+"""Long files whose tests share nothing."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Runs the tests of a file one after another in one process; those of ``SPREAD`` wherever there is room.
+
+    Otherwise one process is busy with one of these files long after the others have ended.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return nodeid if file in SPREAD else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
