@@ -46,7 +46,8 @@ class Faults:
         partitions: how often nothing passes from a host to another, or between the two; of three hosts, it is
             not the first, where the store is.
         stalls: how often the I/O thread of libzmq does nothing in a process.
-        stops: how often a process is stopped, as by SIGSTOP; of three hosts, none of the first.
+        stops: how often a process is stopped, as by SIGSTOP.
+        stoppable: the ranks of those that may be; empty: all.
         lasting: the longest time in seconds that a partition, a stall or a stop lasts.
         latency: the longest time in seconds that a packet takes between hosts.
         io: the longest time in seconds that an I/O thread of libzmq takes to act.
@@ -58,6 +59,7 @@ class Faults:
     partitions: int = 0
     stalls: int = 0
     stops: int = 0
+    stoppable: tuple[int, ...] = ()
     lasting: float = 2.0
     latency: float = 0.0
     io: float = 0.0
@@ -291,7 +293,7 @@ def _prepare(
         began, stalled = _moment(rng, faults), rng.choice(world.processes).network
         scheduler.call_at(began, stalled.freeze)
         scheduler.call_at(began + rng.random() * faults.lasting, stalled.thaw)
-    may_stop = [p for p in world.processes if len(hosts) < 3 or p.network.host != hosts[0]]
+    may_stop = [p for p in world.processes if not faults.stoppable or p.rank in faults.stoppable]
     for _ in range(faults.stops):
         stop = functools.partial(world.stop, rng.choice(may_stop), rng.random() * faults.lasting)
         scheduler.call_at(_moment(rng, faults), stop)

@@ -42,7 +42,7 @@ KINDS = {
     ),
     "freezes": Kind(
         dynamic_programs.program_with_freezes,
-        Faults(latency=0.002, stops=1, lasting=12.0, within=1.0),
+        Faults(latency=0.002, stops=1, stoppable=(1, 2), lasting=12.0, within=1.0),
         oracles.check_members,
         3,
     ),
