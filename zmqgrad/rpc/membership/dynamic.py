@@ -67,7 +67,7 @@ class DynamicGroup(Group):
         """
         self._registry.claim_name(self._is_alive)
         try:
-            self.store.set_timeout(min(STORE_TIMEOUT_SECONDS, max(1.0, deadline.left())))
+            self.store.set_timeout(max(1.0, deadline.left()))  # also if this process is stopped meanwhile
             self.worker.hooks.peer_lost.append(lambda peer, _: self._evict_later(peer))
             self.worker.membership.update_from_store = self._update_from_store
             self.worker.start(serving=False)  # before it is published, so that no call is refused
@@ -77,6 +77,7 @@ class DynamicGroup(Group):
             self._registry.publish()
             self._joined = True
             self._refresh()
+            self.store.set_timeout(STORE_TIMEOUT_SECONDS)
         except BaseException:
             self._withdraw(LEFT)
             raise

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from zmqgrad import rpc
+from zmqgrad.rpc.membership.group import LEFT, LEFT_AT_ONCE
 from zmqgrad.testing.simulation.programs import PATIENCE, Job, executed, make, operations, outcomes
 
 LIVES, STEPS = 2, 4
@@ -84,12 +85,15 @@ failures: list[StepFailure] = []
 unresolved: list[str] = []
 """Calls of which this process learned nothing before it had left."""
 
-_departed = threading.Semaphore(0)  # on worker 0: released by each worker that leaves for the last time
+_changed = threading.Condition()
+_departed = set[int]()  # on worker 0: those that leave for the last time, or cannot tell it any more
 
 
-def depart() -> None:
-    """Tells worker 0 that the caller leaves for the last time."""
-    _departed.release()
+def depart(number: int) -> None:
+    """Tells worker 0 that worker ``number`` leaves for the last time."""
+    with _changed:
+        _departed.add(number)
+        _changed.notify_all()
 
 
 def program(rank: int, patience: float = PATIENCE) -> dict[str, str]:
@@ -149,7 +153,7 @@ class Member(Job):
         life = Life(self.name, rpc.get_worker_info().id, time.monotonic())
         lives.append(life)
         rpc.on_join(lambda info: life.is_told("join", info))
-        rpc.on_loss(lambda info, reason: life.is_told("loss", info))
+        rpc.on_loss(partial(self._is_told_of_a_loss, life))
         with self.noting(f"{self.rank}.{number}store", life):
             self.open_store()
         steps = partial(self._steps, number, life)
@@ -164,15 +168,24 @@ class Member(Job):
             self._wait_for_the_others(life)
         elif last:
             with self.noting(f"{self.rank}.{number}depart", life):
-                rpc.rpc_sync(FIRST, depart)
+                rpc.rpc_sync(FIRST, depart, args=(life.number,))
         life.leaving = time.monotonic()
-        rpc.shutdown(graceful=self.rank == 0 or self.rng.random() < 0.7)
+        try:
+            rpc.shutdown(graceful=self.rank == 0 or self.rng.random() < 0.7)
+        except RuntimeError:
+            if not any(kind == "loss" and name == FIRST for kind, _, name, _ in life.events):
+                raise  # otherwise this was evicted, and the group has ended without it
         life.ended = time.monotonic()
         unresolved.extend(f"{self.name} calls {to}" for to, call in calls if not call.done())
         if beside.ident is not None:
             beside.join()
         self.close_store()
         self.watches.clear()
+
+    def _is_told_of_a_loss(self, life: Life, info: rpc.WorkerInfo, reason: str) -> None:
+        life.is_told("loss", info)
+        if self.rank == 0 and reason not in (LEFT, LEFT_AT_ONCE):
+            depart(info.id)
 
     def _steps(self, number: int, life: Life) -> None:
         for i in range(self.rng.randrange(STEPS + 1)):
@@ -192,13 +205,10 @@ class Member(Job):
         return found
 
     def _wait_for_the_others(self, life: Life) -> None:
-        until = time.monotonic() + self.patience
-        for _ in range(self.size - 1):
-            if (
-                not _departed.acquire(timeout=max(0.0, until - time.monotonic()))
-                and self.patience >= PATIENCE
-            ):
-                raise AssertionError("a worker has not left in time")
+        with _changed:
+            have_left = _changed.wait_for(lambda: len(_departed) >= self.size - 1, self.patience)
+        if not have_left and self.patience >= PATIENCE:
+            raise AssertionError("a worker has not left in time")
         until = time.monotonic() + PATIENCE
         while (len(rpc.get_worker_infos()) > 1 or life.held()) and time.monotonic() < until:
             time.sleep(0.01)  # no event tells that this list is read now
