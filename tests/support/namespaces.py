@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,11 @@ from contextlib import contextmanager, suppress
 import pytest
 
 CLONE_NEWNET = 0x40000000
+CLONE_APART = 0x20000 | 0x4000000 | 0x8000000 | 0x20000000
+"""Namespaces of mounts, names, IPC and processes."""
+
+MS_REC_PRIVATE = 0x4000 | 0x40000
+PR_SET_PDEATHSIG = 1
 
 
 class Hosts:
@@ -90,10 +96,32 @@ class Hosts:
 def enter(rank: int) -> None:
     """Let the calling thread, and those it starts, be on the host of ``rank``: even ones on the first."""
     name = os.environ["ZG_TEST_HOSTS"].split(",")[rank % 2]
-    libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
-        if libc.setns(namespace.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+        _system_call("setns", namespace.fileno(), CLONE_NEWNET)
+
+
+def move_apart(rank: int) -> None:
+    """As :func:`enter`, in a process that shares no kernel object with those of the other host. Returns in a
+    child; the calling process, which must have one thread, only waits for it, and ends as it does.
+
+    In a network namespace alone, a process finds those of the "other host" by their ids: torch then copies
+    from their memory (the ``cma`` channel of tensorpipe) instead of using the network.
+    """
+    enter(rank)
+    _system_call("unshare", CLONE_APART)
+    child = os.fork()  # the namespace of processes is that of children
+    if child:
+        _, status = os.waitpid(child, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    _system_call("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    _system_call("mount", b"none", b"/", None, MS_REC_PRIVATE, None)
+    _system_call("mount", b"proc", b"/proc", b"proc", 0, None)
+
+
+def _system_call(name: str, *arguments: bytes | int | None) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}{arguments}: {os.strerror(code)}")
 
 
 @pytest.fixture

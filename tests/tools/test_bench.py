@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.namespaces import hosts
+from tests.support.namespaces import Hosts, hosts, move_apart
 from tools.bench import __main__ as command
 from tools.bench import store_scale
 from tools.bench.limits import COPIES, ROUND_TRIP
 from tools.bench.picture import save_picture
 from tools.bench.plan import Piece, Row, limits, pieces
-from tools.bench.processes import PieceFailed
+from tools.bench.processes import PieceFailed, Place, run_together
 from tools.bench.profile import part_of, print_parts, read_samples
 from tools.bench.report import duration, print_table
 from tools.bench.results import LIMIT, Results
@@ -160,6 +162,35 @@ def test_two_hosts_are_measured(tmp_path: Path) -> None:
     assert {"call_p99", "call_beside", "flood", "echo_16MB"} < set(seconds["open"])
     assert set(seconds["zmq"]) == {row for row in seconds["open"] if row.startswith("send_")}
     assert "x that of an idle line" in done.stdout
+
+
+def namespaces(place: Place) -> dict[str, str]:
+    """Runs in each of two processes: its namespaces, and what it sees of others."""
+    move_apart(place.rank)
+    seen = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "ipc", "uts", "mnt")}
+    processes = [name for name in os.listdir("/proc") if name.isdigit()]
+    return {**seen, "processes": ",".join(processes)}
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_hosts_share_no_kernel_object(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in hosts.environment().items():
+        monkeypatch.setenv(name, value)
+    a, b = run_together(namespaces, 2, 60.0, lambda text: None)
+    assert a.pop("processes") == b.pop("processes") == "1"
+    own = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in a}
+    assert all(len({a[kind], b[kind], own[kind]}) == 3 for kind in a), (a, b, own)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_messages_of_grpc() -> None:
+    grpc_rpc = pytest.importorskip("tools.bench.grpc_rpc", reason="grpcio is in the group 'bench'")
+    tensor = torch.rand(1000)
+    function, (same, other) = grpc_rpc._load(grpc_rpc._dump((torch.add, (tensor, torch.ones(3)))))
+    assert function is torch.add
+    assert torch.equal(same, tensor)
+    assert torch.equal(other, torch.ones(3))
 
 
 @pytest.mark.processes

@@ -1,16 +1,22 @@
 """Large and small messages between two network namespaces, as between two hosts.
 
-    python -m tools.bench.hosts [--rounds N] [--sides NAMES] [--scale F] [--out FILE]
+    python -m tools.bench.hosts [--rounds N] [--sides NAMES] [-k ROWS] [--scale F] [--out FILE]
 
-Sides: ``torch``; ``secret`` and ``open`` (zmqgrad with and without a secret); ``zmq``, a bare DEALER and
-ROUTER that exchange messages of at most 4 MB; ``tcp``, a bare stream. Rounds are taken in turn, each in fresh
-processes; a figure is the median of the rounds, beside the best of them. ``call_beside`` is the 99th
-percentile of calls during a transfer of 1 GB, ``call_p99`` that of an idle line. Needs root and iproute2.
+The two share no other namespace, either: no side can copy from memory of the other process.
+
+Sides: ``torch``; ``secret`` and ``open`` (zmqgrad with and without a secret); ``grpc``, where it is installed
+(:mod:`tools.bench.grpc_rpc`); ``zmq``, a bare DEALER and ROUTER that exchange messages of at most 4 MB;
+``tcp``, a bare stream. Rounds are taken in turn, each in fresh processes; a figure is the median of the
+rounds, beside the best of them. ``call_beside`` is the 99th percentile of calls during a transfer of 1 GB,
+``call_p99`` that of an idle line. Needs root and iproute2.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import importlib
+import importlib.util
 import json
 import os
 import socket
@@ -26,13 +32,19 @@ from typing import Any
 import torch
 import zmq
 
-from tests.support.namespaces import Hosts, enter
-from tools.bench import machine, sides
+from tests.support.namespaces import Hosts, move_apart
+from tools.bench import machine
 from tools.bench.processes import PieceFailed, Place, run_together
 from tools.bench.report import duration
 from tools.bench.timing import seconds_of
 
-RPC_SIDES, BARE_SIDES = ("torch", "secret", "open"), ("zmq", "tcp")
+MODULES = {
+    "torch": "torch.distributed.rpc",
+    "secret": "zmqgrad.rpc",
+    "open": "zmqgrad.rpc",
+    "grpc": "tools.bench.grpc_rpc",
+}
+BARE_SIDES = ("zmq", "tcp")
 ENVIRONMENT = {
     "secret": {"ZMQGRAD_SECRET": "0123456789abcdef0123456789abcdef"},
     "open": {"ZMQGRAD_ALLOW_INSECURE": "1"},
@@ -61,24 +73,25 @@ def echo(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def run_rpc(place: Place, side: str, scale: float) -> Figures:
-    """The figures of torch or zmqgrad, from the first of two workers."""
-    enter(place.rank)
+def run_rpc(place: Place, side: str, rows: str, scale: float) -> Figures:
+    """The figures of a side, from the first of two workers."""
+    move_apart(place.rank)
     device = next(name for _, name in socket.if_nameindex() if name != "lo")
     os.environ.update(MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME=device, TP_SOCKET_IFNAME=device)
-    rpc = sides.take(sides.TORCH if side == "torch" else sides.OURS).rpc
+    rpc = importlib.import_module(MODULES[side])
     rpc.init_rpc(f"w{place.rank}", rank=place.rank, world_size=2)
-    found = _measure(place, rpc, scale) if place.rank == 0 else {}
+    found = _measure(place, rpc, rows, scale) if place.rank == 0 else {}
     rpc.shutdown()
     return found
 
 
-def _measure(place: Place, rpc: Any, scale: float) -> Figures:
+def _measure(place: Place, rpc: Any, rows: str, scale: float) -> Figures:
     def call() -> None:
         rpc.rpc_sync("w1", noop)
 
     def flood() -> None:
-        torch.futures.wait_all([rpc.rpc_async("w1", noop) for _ in range(FLOOD)])
+        for future in [rpc.rpc_async("w1", noop) for _ in range(FLOOD)]:
+            future.wait()
 
     def send(mb: int, function: Callable[[torch.Tensor], object] = consume) -> Callable[[], object]:
         place.say(f"{function.__name__} {mb} MB")
@@ -87,11 +100,18 @@ def _measure(place: Place, rpc: Any, scale: float) -> Figures:
 
     idle = _repeat(call, CALLS, scale)
     found = {"call": statistics.median(idle), "call_p99": _p99(idle)}
-    found["call_beside"] = _p99(_beside(call, send(max(1, int(BESIDE_MB * min(1.0, scale))))))
-    found["flood"] = statistics.median(_repeat(flood, 3, scale))
+    works: dict[str, Callable[[], float]] = {
+        "call_beside": lambda: _p99(_beside(call, send(max(1, int(BESIDE_MB * min(1.0, scale)))))),
+        "flood": lambda: _median(flood, 3, scale),
+    }
     for mb, count in SENDS.items():
-        found[f"send_{mb}MB"] = statistics.median(_repeat(send(mb), count, scale))
-    return found | {"echo_16MB": statistics.median(_repeat(send(16, echo), 5, scale))}
+        works[f"send_{mb}MB"] = lambda mb=mb, count=count: _median(send(mb), count, scale)  # type: ignore[misc]
+    works["echo_16MB"] = lambda: _median(send(16, echo), 5, scale)
+    return found | {row: work() for row, work in works.items() if _is_chosen(row, rows)}
+
+
+def _is_chosen(row: str, rows: str) -> bool:
+    return any(fnmatch.fnmatchcase(row, pattern) for pattern in rows.split(","))
 
 
 def _beside(call: Callable[[], None], transfer: Callable[[], object]) -> list[float]:
@@ -111,20 +131,24 @@ def _repeat(work: Callable[[], object], count: int, scale: float) -> list[float]
     return [seconds_of(work) for _ in range(max(3, int(count * scale)))]
 
 
+def _median(work: Callable[[], object], count: int, scale: float) -> float:
+    return statistics.median(_repeat(work, count, scale))
+
+
 def _p99(seconds: Sequence[float]) -> float:
     return sorted(seconds)[int(0.99 * (len(seconds) - 1))]
 
 
 def run_bare(place: Place, side: str, address: str, scale: float) -> Figures:
     """The same sends over bare sockets, each acknowledged by a message of one byte."""
-    enter(place.rank)
+    move_apart(place.rank)
     return (_run_tcp if side == "tcp" else _run_zmq)(place, address, scale)
 
 
 def _sends(send: Send, scale: float) -> Figures:
     data = memoryview(bytearray(b"x") * (max(SENDS) << 20))
     return {
-        f"send_{mb}MB": statistics.median(_repeat(lambda mb=mb: send(data[: mb << 20]), count, scale))  # type: ignore[misc]
+        f"send_{mb}MB": _median(lambda mb=mb: send(data[: mb << 20]), count, scale)  # type: ignore[misc]
         for mb, count in SENDS.items()
     }
 
@@ -182,7 +206,7 @@ def _run_zmq(place: Place, address: str, scale: float) -> Figures:
 
 
 def measure(
-    hosts: Hosts, names: Sequence[str], rounds: int, scale: float
+    hosts: Hosts, names: Sequence[str], rows: str, rounds: int, scale: float
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the figures of each round by side and row, and what failed."""
     found: dict[str, dict[str, list[float]]] = {side: {} for side in names}
@@ -194,10 +218,10 @@ def measure(
             try:
                 os.environ.update(hosts.environment())
                 del os.environ["ZMQGRAD_SECRET"]
-                os.environ.update(ENVIRONMENT.get(side, {}))
+                os.environ.update(ENVIRONMENT.get(side, {}), BENCH_SERVER=f"{hosts.addresses[1]}:{PORT}")
                 figures = (
-                    run_together(run_rpc, 2, LIMIT_SECONDS, _ignore, side, scale)
-                    if side in RPC_SIDES
+                    run_together(run_rpc, 2, LIMIT_SECONDS, _ignore, side, rows, scale)
+                    if side in MODULES
                     else run_together(run_bare, 2, LIMIT_SECONDS, _ignore, side, hosts.addresses[1], scale)
                 )
                 for row, seconds in figures[0].items():
@@ -243,21 +267,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sides", default=",".join(RPC_SIDES + BARE_SIDES), help="names, with commas")
+    parser.add_argument("--sides", default=",".join([*MODULES, *BARE_SIDES]), help="names, with commas")
+    parser.add_argument("-k", dest="rows", default="*", help="rows of the RPC sides: names or patterns")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="of repetitions, and below 1 of the 1 GB (default: 1)"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench/hosts.json"))
     options = parser.parse_args(arguments)
     names = options.sides.split(",")
-    if unknown := set(names) - {*RPC_SIDES, *BARE_SIDES}:
+    if unknown := set(names) - {*MODULES, *BARE_SIDES}:
         parser.error(f"unknown sides: {', '.join(sorted(unknown))}")
+    if "grpc" in names and importlib.util.find_spec("grpc") is None:
+        names.remove("grpc")
+        print("gRPC is left out: the package grpcio is not installed", file=sys.stderr)
     facts = {**machine.describe(), "load at the beginning": machine.load()}
     began = time.monotonic()
     hosts = Hosts(os.getpid())
     try:
         hosts.open()
-        found, failures = measure(hosts, names, options.rounds, options.scale)
+        found, failures = measure(hosts, names, options.rows, options.rounds, options.scale)
     except (FileNotFoundError, subprocess.CalledProcessError) as e:
         print(f"no network namespaces (they need root and iproute2): {e}", file=sys.stderr)
         return 1
