@@ -53,10 +53,11 @@ MAX_LOGGED = 100
 class _Channel:
     """The receiving half of one channel of worker ``peer`` in ``incarnation``."""
 
-    __slots__ = ("cipher", "incarnation", "incoming", "number", "peer")
+    __slots__ = ("cipher", "heard", "incarnation", "incoming", "number", "peer")
 
     def __init__(self, peer: int, incarnation: int, cipher: Cipher | NullCipher) -> None:
         self.peer = peer
+        self.heard = b""  # the connection by which its last record came
         self.incarnation = incarnation
         self.number = cipher.channel
         self.cipher = cipher
@@ -181,8 +182,13 @@ class ChannelReceiver:
 
     def _receive(self) -> None:
         """Handles the next record, behind the identity of its connection."""
-        frames = self._router.recv_multipart(copy=False)
-        record: list[Buffer] = [frame.buffer for frame in frames[1:]]
+        receive = self._router.recv
+        identity = receive()
+        frame = head_frame = receive(copy=False)
+        record: list[Buffer] = [frame.buffer]
+        while frame.more:
+            frame = receive(copy=False)
+            record.append(frame.buffer)
         channel: _Channel | None = None
         try:
             head = read_head(record)
@@ -190,7 +196,9 @@ class ChannelReceiver:
             if channel is None:
                 raise ProtocolError(f"unknown channel {head.channel:#x}")
             self._open(channel, head, record)
-            self._listener.hear(connection_fd(frames[1]))  # a record that came by it was opened
+            if channel.heard != identity:
+                channel.heard = identity
+                self._listener.hear(connection_fd(head_frame))  # a record that came by it was opened
             self._acknowledge_at(channel.incoming.due)
         except ProtocolError as e:
             self._refuse(e)
@@ -258,12 +266,15 @@ class ChannelReceiver:
         elif due < self._acknowledges_at:
             assert self._reader is not None
             self._acknowledges_at = due
-            self._reader.call_at(due, self._acknowledge)
+            self._reader.call_at(due, self._on_time)
+
+    def _on_time(self) -> None:
+        self._acknowledges_at = math.inf  # here alone: else timers that each set the next one were ever more
+        self._acknowledge()
 
     def _acknowledge(self) -> None:
         """Sends the acknowledgements that are due."""
-        self._acknowledges_at = due = math.inf
-        now = MONOTONIC.now()
+        now, due = MONOTONIC.now(), math.inf
         for channel in list(self._channels.values()):
             if channel.incoming.due <= now:
                 sequence = channel.incoming.acknowledgement()
