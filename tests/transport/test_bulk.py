@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,20 @@ def test_unused_buffers_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken.clear()
     gc.collect()
     assert buffers.kept() == 100
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+def test_more_than_the_pool_may_keep_returns_to_the_system_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    monkeypatch.setattr(bulk, "MAX_POOL_BYTES", 1 << 20)
+    buffers, size = BufferPool(), 64 << 20
+    taken = buffers.take(size)
+    ctypes.memset(taken, 1, size)
+    before = resident()
+    del taken
+    assert before - resident() > size // 2
 
 
 @pytest.mark.parametrize(

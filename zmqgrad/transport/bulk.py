@@ -266,7 +266,8 @@ class BufferPool:
         if memory is None:
             memory = _new_memory(size)
         array = (ctypes.c_char * size).from_buffer(memory)
-        weakref.finalize(array, self._freed.append, memory).atexit = False
+        if size <= MAX_POOL_BYTES:  # otherwise it is unmapped at once
+            weakref.finalize(array, self._freed.append, memory).atexit = False
         if arm and self._timer is not None:
             self._timer.call_later(TRIM_SECONDS, self._trim)
         return array
