@@ -14,7 +14,7 @@ import torch
 
 from tests.support.namespaces import Hosts, hosts, move_apart
 from tools.bench import __main__ as command
-from tools.bench import store_scale
+from tools.bench import cores, memory, store_scale
 from tools.bench.limits import COPIES, ROUND_TRIP
 from tools.bench.picture import save_picture
 from tools.bench.plan import Piece, Row, limits, pieces
@@ -181,6 +181,40 @@ def test_two_hosts_share_no_kernel_object(hosts: Hosts, monkeypatch: pytest.Monk
     assert a.pop("processes") == b.pop("processes") == "1"
     own = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in a}
     assert all(len({a[kind], b[kind], own[kind]}) == 3 for kind in a), (a, b, own)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_one_core_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cores.main(
+            ["--cores", "1", "--rounds", "1", "--seconds", "0.05", "--no-torch", "--out", str(tmp_path)]
+        )
+        == 0
+    )
+    found = json.loads((tmp_path / "cores.json").read_text())["per second"]
+    assert set(found) == {OURS}
+    assert all(figures["1"][0] > 0 for figures in found[OURS].values())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[2:]] == [f"{row}:" for row in found[OURS]]
+    assert all("(1.00)" in line for line in lines[2:])
+
+
+def test_cores_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cores.main(["--cores", "0"])
+    assert "may use 1 to" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_memory_after_a_large_message_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "memory.json"
+    assert memory.main(["--mb", "4", "--wait", "0", "--sides", OURS, "--out", str(out)]) == 0
+    sender, receiver = json.loads(out.read_text())["private MiB"][OURS]
+    assert set(sender) == set(receiver) == set(memory.COLUMNS)
+    assert min(sender["before"], receiver["later"]) > 1
+    assert "| zmqgrad, receiver |" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

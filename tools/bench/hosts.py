@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,36 @@ def echo(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def run_rpc(place: Place, side: str, rows: str, scale: float) -> Figures:
-    """The figures of a side, from the first of two workers."""
+def join(place: Place, side: str) -> Any:
+    """Makes this process a worker of a host of its own. Returns the RPC module of ``side``."""
     move_apart(place.rank)
     device = next(name for _, name in socket.if_nameindex() if name != "lo")
     os.environ.update(MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME=device, TP_SOCKET_IFNAME=device)
     rpc = importlib.import_module(MODULES[side])
-    rpc.init_rpc(f"w{place.rank}", rank=place.rank, world_size=2)
+    rpc.init_rpc(f"w{place.rank}", rank=place.rank, world_size=place.count)
+    return rpc
+
+
+def run_rpc(place: Place, side: str, rows: str, scale: float) -> Figures:
+    """The figures of a side, from the first of two workers."""
+    rpc = join(place, side)
     found = _measure(place, rpc, rows, scale) if place.rank == 0 else {}
     rpc.shutdown()
     return found
+
+
+@contextmanager
+def environment_of(side: str, hosts: Hosts) -> Iterator[None]:
+    """Processes that are started within it are those of ``side``."""
+    before = dict(os.environ)
+    os.environ.update(hosts.environment())
+    del os.environ["ZMQGRAD_SECRET"]
+    os.environ.update(ENVIRONMENT.get(side, {}), BENCH_SERVER=f"{hosts.addresses[1]}:{PORT}")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _measure(place: Place, rpc: Any, rows: str, scale: float) -> Figures:
@@ -211,26 +232,22 @@ def measure(
     """Returns the figures of each round by side and row, and what failed."""
     found: dict[str, dict[str, list[float]]] = {side: {} for side in names}
     failures = []
-    before = dict(os.environ)
     for number in range(rounds):
         for side in names if number % 2 == 0 else reversed(names):
             print(f"round {number + 1} of {rounds}: {side}", file=sys.stderr, flush=True)
             try:
-                os.environ.update(hosts.environment())
-                del os.environ["ZMQGRAD_SECRET"]
-                os.environ.update(ENVIRONMENT.get(side, {}), BENCH_SERVER=f"{hosts.addresses[1]}:{PORT}")
-                figures = (
-                    run_together(run_rpc, 2, LIMIT_SECONDS, _ignore, side, rows, scale)
-                    if side in MODULES
-                    else run_together(run_bare, 2, LIMIT_SECONDS, _ignore, side, hosts.addresses[1], scale)
-                )
+                with environment_of(side, hosts):
+                    figures = (
+                        run_together(run_rpc, 2, LIMIT_SECONDS, _ignore, side, rows, scale)
+                        if side in MODULES
+                        else run_together(
+                            run_bare, 2, LIMIT_SECONDS, _ignore, side, hosts.addresses[1], scale
+                        )
+                    )
                 for row, seconds in figures[0].items():
                     found[side].setdefault(row, []).append(seconds)
             except PieceFailed as e:
                 failures.append(f"{side}, round {number + 1}: {e}")
-            finally:
-                os.environ.clear()
-                os.environ.update(before)
     return found, failures
 
 

@@ -33,6 +33,23 @@ def save_picture(results: Results, subtitle: str, path: Path) -> None:
         figure.savefig(path, dpi=120)
 
 
+def save_curves(panels: dict[str, dict[str, dict[int, float]]], what: str, path: Path) -> None:
+    """Write a PNG with a panel for each title: lines by side, over the numbers of ``what``."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(4 * len(panels), 3.6), layout="constrained")
+        for axes, (title, lines) in zip(figure.subplots(1, len(panels)).flat, panels.items(), strict=True):
+            for (side, points), colour in zip(lines.items(), (BLUE, ORANGE), strict=False):
+                axes.plot(*zip(*sorted(points.items()), strict=True), "o-", color=colour, label=side)
+            axes.set(title=title, xlabel=what, ylim=(0, None))
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+
+
 def _draw_sizes(axes: Axes, results: Results) -> None:
     for side, colour in ((OURS, BLUE), (TORCH, ORANGE)):
         for way, style in (("send", "-"), ("echo", ":")):

@@ -167,7 +167,8 @@ def _chain(side: Side) -> Work:
     return pass_once
 
 
-def _fan_out(side: Side) -> Work:
+def fan_out(side: Side) -> Work:
+    """The backward pass through many calls."""
     w = torch.rand(8, 8, requires_grad=True)
 
     def backward() -> float:
@@ -195,7 +196,9 @@ def _recurrence(side: Side) -> Work:
     return backward
 
 
-def _branches(count: int) -> Callable[[Side], Work]:
+def branches(count: int) -> Callable[[Side], Work]:
+    """The backward pass of so many heavy branches."""
+
     def prepare(side: Side) -> Work:
         xs = [(torch.rand(BRANCH_SIDE, BRANCH_SIDE) / BRANCH_SIDE).requires_grad_() for _ in range(count)]
 
@@ -247,10 +250,10 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("reference", "make a value there, fetch it, let it go", _reference),
     Workload("autograd_pair", "forward and backward through one call", _pair),
     Workload("autograd_chain", "forward and backward through ten calls", _chain),
-    Workload("fan_out", f"backward alone, through {FAN_OUT} calls of one context", _fan_out),
+    Workload("fan_out", f"backward alone, through {FAN_OUT} calls of one context", fan_out),
     Workload("recurrence", f"backward alone, through {STATES} states, each sent in a call", _recurrence),
-    Workload("branches_1", "backward alone, of one heavy branch on the other worker", _branches(1)),
-    Workload("branches_2", "backward alone, of two independent ones: as long, with two cores", _branches(2)),
+    Workload("branches_1", "backward alone, of one heavy branch on the other worker", branches(1)),
+    Workload("branches_2", "backward alone, of two independent ones: as long, with two cores", branches(2)),
     Workload("train_step", "two remote layers of width 512, backward and SGD", _train_step),
 )
 
