@@ -14,7 +14,7 @@ import torch
 
 from tests.support.namespaces import Hosts, hosts, move_apart
 from tools.bench import __main__ as command
-from tools.bench import cores, memory, store_scale
+from tools.bench import cores, memory, page, store_scale
 from tools.bench.limits import COPIES, ROUND_TRIP
 from tools.bench.picture import save_picture
 from tools.bench.plan import Piece, Row, limits, pieces
@@ -181,6 +181,51 @@ def test_two_hosts_share_no_kernel_object(hosts: Hosts, monkeypatch: pytest.Monk
     assert a.pop("processes") == b.pop("processes") == "1"
     own = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in a}
     assert all(len({a[kind], b[kind], own[kind]}) == 3 for kind in a), (a, b, own)
+
+
+SAVED = {
+    "results": {
+        "rows": [{"name": f"send_{n}", "seconds": {OURS: [t], TORCH: [2 * t]}, "limit": {"copy": [t / 4]}}
+                 for n, t in (("1MB", 1e-3), ("16MB", 8e-3))]
+    },
+    "hosts": {
+        "seconds": {
+            "torch": {"send_1MB": [2e-3], "call_beside": [0.5]},
+            "open": {"send_1MB": [1e-3], "call_beside": [5e-3]},
+        }
+    },
+    "programs": {
+        "rows": [{"program": "rnn", "workers": 2, "ratios": {"wall": 0.9, "cpu": 0.8}}],
+        "geometric means": {"wall": 0.9, "cpu": 0.8},
+    },
+    "cores": {"per second": {OURS: {row: {"1": [10.0], "2": [15.0]} for row in cores.ROWS}}},
+    "memory": {"private MiB": {OURS: [dict.fromkeys(memory.COLUMNS, 90.4)] * 2}},
+}  # fmt: skip
+
+
+def test_the_tables_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="is in the extra 'examples'")
+    parts = tmp_path / "a", tmp_path / "b"
+    for part in parts:  # what is measured in parts counts together
+        part.mkdir()
+        for name, content in SAVED.items():
+            (part / f"{name}.json").write_text(json.dumps(content))
+    (parts[1] / "hosts.json").write_text(json.dumps({"seconds": {"open": {"send_1MB": [3e-3]}}}))
+    picture = tmp_path / "new" / "picture.png"
+    assert page.main([*map(str, parts), "--picture", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| `send_16MB` | 8 ms | 16 ms | 0.50 | 2 ms |" in lines
+    assert "| `send_1MB` | 2 ms | 1.00 |" in lines  # 1 and 3 ms
+    assert "| `call_beside` | 500 ms | 5 ms |" in lines
+    assert "| geometric mean | | 0.90 | 0.80 |" in lines
+    assert f"| {next(iter(cores.medians({})))}, {OURS} | 10 (1.00) | 15 (1.50) |" in lines
+    assert "| zmqgrad, sender | 90 | 90 | 90 |" in lines
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_page_without_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert page.main([str(tmp_path)]) == 1
+    assert "no figures in" in capsys.readouterr().err
 
 
 @pytest.mark.processes

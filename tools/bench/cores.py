@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.out / "cores.json").write_text(json.dumps(content, indent=1) + "\n")
     print("\n".join(table(found)))
     try:
-        save_curves(medians(found), "cores", options.out / "cores.png")
+        save_curves(medians(found), options.out / "cores.png", "cores", "per second")
     except ImportError:
         print("no picture: matplotlib is not installed (extra 'examples')", file=sys.stderr)
     for failure in failures:

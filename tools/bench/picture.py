@@ -33,19 +33,37 @@ def save_picture(results: Results, subtitle: str, path: Path) -> None:
         figure.savefig(path, dpi=120)
 
 
-def save_curves(panels: dict[str, dict[str, dict[int, float]]], what: str, path: Path) -> None:
-    """Write a PNG with a panel for each title: lines by side, over the numbers of ``what``."""
+STYLES = ((BLUE, "o-"), (ORANGE, "o-"), (GREY, "--"), (BLUE, "o:"))
+
+Curves = dict[str, dict[int, float]]
+"""The points of each line, by its name."""
+
+
+def save_curves(panels: dict[str, Curves], path: Path, xlabel: str, ylabel: str, sizes: bool = False) -> None:
+    """Write a PNG with a panel for each title. ``sizes``: of x, in bytes; both axes are logarithmic."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(4 * len(panels), 3.6), layout="constrained")
-        for axes, (title, lines) in zip(figure.subplots(1, len(panels)).flat, panels.items(), strict=True):
-            for (side, points), colour in zip(lines.items(), (BLUE, ORANGE), strict=False):
-                axes.plot(*zip(*sorted(points.items()), strict=True), "o-", color=colour, label=side)
-            axes.set(title=title, xlabel=what, ylim=(0, None))
+        figure = Figure(figsize=((5.5 if sizes else 4) * len(panels), 4.2), layout="constrained")
+        rows = figure.subplots(1, len(panels), sharey=sizes, squeeze=False)
+        for axes, (title, lines) in zip(rows[0], panels.items(), strict=True):
+            for (label, points), (colour, style) in zip(lines.items(), STYLES, strict=False):
+                if points:
+                    xs, ys = zip(*sorted(points.items()), strict=True)
+                    axes.plot(xs, ys, style, color=colour, markersize=4, label=label)
+            axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+            if sizes:
+                ticks = sorted({size for points in lines.values() for size in points})
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log")
+                axes.set_xticks(ticks, [size_name(size) for size in ticks], rotation=45)
+                axes.minorticks_off()
+            else:
+                axes.set_ylim(0, None)
             axes.grid(alpha=0.3)
-            axes.legend(frameon=False)
+            if axes.get_lines():
+                axes.legend(frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
 
