@@ -53,7 +53,7 @@ class Site:
             lambda seconds, job: (self.late if seconds == HANDSHAKE_SECONDS else self.later).append(
                 (seconds, job)
             ),
-            on_opened=self.accept,
+            on_opened=lambda connection: self.accept(connection),
         )
         self.arrived: list[tuple[bytes, LocalConnection]] = []
         self.backlogged: list[LocalConnection] = []
@@ -169,6 +169,27 @@ def test_a_connection_is_welcome_once_those_before_it_were_read(site: Site) -> N
     site.read()
     assert following.is_ready()
     assert site.packets == [b"1", b"2"]
+
+
+def test_a_connection_is_known_before_its_peer_may_use_it(site: Site) -> None:
+    """What its owner does not know of, the end of the peer would overtake."""
+    ready: list[bool] = []
+    connection = site.connect()
+    site.accept = lambda _: ready.append(connection.is_ready()) or True  # type: ignore[method-assign, func-returns-value]
+    site.read()
+    assert ready == [False]
+    assert connection.is_ready()
+
+
+def test_whether_another_listens_is_unknown_without_descriptors(site: Site) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    nobody = local.abstract_endpoint("nobody")
+    assert not local.is_listening(nobody)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        assert local.is_listening(nobody)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_connections_continue_one_another_however_their_events_are_ordered(site: Site) -> None:

@@ -95,7 +95,12 @@ def credentials(connected: socket.socket) -> tuple[int, ...]:
 
 def is_listening(endpoint: str) -> bool:
     """Returns whether a process listens at ``endpoint`` (ipc). Also True if this process cannot find out."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+    try:
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as e:
+        logger.debug("cannot determine whether a process listens at %s: %s", endpoint, e)
+        return True
+    with probe:
         probe.setblocking(False)
         error = probe.connect_ex(unix_name(endpoint))
         return error not in (errno.ECONNREFUSED, errno.ENOENT)

@@ -65,8 +65,8 @@ class LocalListener:
         key: of the job; connections of processes that do not know it are refused.
         incarnation: connections for another process are refused.
         call_later: runs a job later, in any thread.
-        on_opened: called with a connection that was accepted. Returns whether to keep it; one that continues
-            another is kept.
+        on_opened: called with a connection that was accepted, before its peer is told. Returns whether to
+            keep it; one that continues another is kept.
         on_continued: called with a connection that has ended, and that another one continues.
         max_connections: further connections are refused.
         bursts: whether a peer may send many packets in a row, without waiting for replies.
@@ -264,9 +264,11 @@ class LocalListener:
             self._following[hello] = connection
             self._on_opened(connection)
             return
-        self._welcome(connection)
-        if not self._on_opened(connection):
-            self.drop(connection)
+        # Known before the peer may reply by it: otherwise its end, read elsewhere, could overtake the reply.
+        if self._on_opened(connection):
+            self._welcome(connection)
+        else:
+            connection.close()
 
     def _continues_another(self, hello: Hello) -> bool:
         """Returns whether the connection before the one that begins with ``hello`` is still to be read."""
