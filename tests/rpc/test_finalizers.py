@@ -100,6 +100,41 @@ def test_a_finalizer_that_waits_stops_no_other_call(
     assert rpc.rpc_async(1, tell, args=("still here",), timeout=WAIT / 2).wait() == "still here"
 
 
+gate = threading.Event()
+
+
+def tell_late(what: str) -> str:
+    """As :func:`tell`, but later than whoever waits for it begins to wait."""
+    gate.wait(WAIT / 4)
+    return tell(what)
+
+
+OTHER_WAITS = {
+    "then": lambda: rpc.rpc_async(1, tell_late, args=("released",)).then(lambda done: done.wait()).wait(),
+    "wait_all": lambda: rpc.wait_all([rpc.rpc_async(1, tell_late, args=("released",))]),
+    "own_value": lambda: rpc.remote(0, tell_late, args=("released",)).to_here(),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_WAITS)
+@pytest.mark.parametrize("collect", [collect_in_reading_thread, collect_in_timer])
+def test_a_finalizer_that_waits_for_anything_else_stops_no_call(
+    pair: list[Worker], collect: Callable[[Worker], None], how: str
+) -> None:
+    gate.clear()
+    gc.collect()
+    Remote(pair[0], OTHER_WAITS[how])
+    collect(pair[0])
+    try:
+        outcome = eventually(lambda: outcomes[-1], lambda seen: len(seen) == 2, WAIT / 8)
+    finally:
+        gate.set()
+    assert outcome[0].startswith(("worker0-engine", "worker0-service"))
+    assert "nothing can be waited for in worker0-" in outcome[1]
+    assert rpc.rpc_async(1, tell, args=("still here",), timeout=WAIT / 2).wait() == "still here"
+    eventually(lambda: told, lambda seen: "released" in seen, WAIT / 2)
+
+
 @pytest.mark.parametrize("collect", [collect_in_reading_thread, collect_in_timer])
 def test_a_finalizer_may_call_without_waiting(pair: list[Worker], collect: Callable[[Worker], None]) -> None:
     gc.collect()

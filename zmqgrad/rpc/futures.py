@@ -21,7 +21,7 @@ from zmqgrad.errors import RpcError
 from zmqgrad.rpc.calls import Description, describe, refused_wait
 from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
 from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
-from zmqgrad.runtime.blocking import may_wait_for_others
+from zmqgrad.runtime.blocking import check_may_wait, may_wait_for_others
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
@@ -50,9 +50,11 @@ class PythonFuture(torch.futures.Future[T]):
         """Wait for the result, and return it.
 
         Raises:
+            RpcError: if a finalizer calls this in a thread that must not wait.
             Exception: a copy of the error that was set.
         """
         if not self.done():  # torch waits in C++, where Ctrl-C cannot interrupt it
+            check_may_wait()
             done: Promise[Any] = Promise()
             CppFuture.add_done_callback(self, done.set_result)
             done.wait_done()

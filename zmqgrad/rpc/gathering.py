@@ -21,6 +21,7 @@ from zmqgrad.rpc.groups.future import GroupFuture, in_order
 from zmqgrad.rpc.groups.sending import same_for_all
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.torch_internals import CppFuture
+from zmqgrad.runtime.blocking import check_may_wait
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 
@@ -92,6 +93,8 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
     futures = _checked(futures)
     deadline = Deadline.after(check_timeout(timeout) or None)
     settled = _first_failure(futures)
+    if not settled.done():
+        check_may_wait()
     while not settled.wait_done(min(LOG_INTERVAL_SECONDS, deadline.left())):
         progress = f"{sum(future.done() for future in futures)} of {len(futures)} calls are done"
         if deadline.passed():

@@ -7,11 +7,15 @@ the pool. Every wait of this library goes through :func:`blocking_section`.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from zmqgrad.errors import RpcError
 from zmqgrad.runtime.collector import interrupts_library
+
+logger = logging.getLogger(__name__)
 
 
 class ManagedPool(Protocol):
@@ -62,6 +66,21 @@ def may_wait_for_others() -> bool:
         return False
     state = thread_state
     return not state.all_depend_on_it and (state.pool is None or not state.pool.reads_here())
+
+
+def check_may_wait() -> None:
+    """Checks that the calling thread may wait: see :func:`may_wait_for_others`.
+
+    Raises:
+        RpcError: if not.
+    """
+    if not may_wait_for_others():
+        error = RpcError(
+            f"nothing can be waited for in {threading.current_thread().name} just now: a finalizer (__del__) "
+            f"that runs there would stop all other calls. In finalizers do not wait for results"
+        )
+        logger.warning("%s", error)  # what a finalizer raises reaches no caller
+        raise error
 
 
 def blocking_section() -> Any:

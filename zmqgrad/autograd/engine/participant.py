@@ -21,6 +21,7 @@ from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.errors import AutogradError, ClosedError, RpcError, TransportError
 from zmqgrad.rpc.membership.group import LEFT, LEFT_AT_ONCE
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.blocking import check_may_wait
 from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.transport.tap import Tracer
 from zmqgrad.wire.ids import show_id, split_id
@@ -114,6 +115,7 @@ class Participant:
             RpcTimeoutError: if no report of the pass arrives for the default timeout; names the workers.
             Exception: any error of a backward function or hook on any worker, also as a RuntimeError.
         """
+        check_may_wait()
         coordinator = Coordinator(self, self._worker, context, pass_id)
         tracer = self.tracer()
         if tracer is not None:

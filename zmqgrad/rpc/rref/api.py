@@ -24,6 +24,7 @@ from zmqgrad.rpc.serialization.context import SerializedByReference, SerializedP
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.torch_internals import PyRRef
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.blocking import check_may_wait
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import split_id
@@ -133,6 +134,8 @@ class RRef(SerializedByReference, Generic[T]):
     def _own_value(self, seconds: float) -> T:
         promise = self.handle.promise
         assert promise is not None
+        if not promise.done():
+            check_may_wait()
         if not promise.wait_done(seconds or None):
             raise RpcTimeoutError(
                 f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked with an "
