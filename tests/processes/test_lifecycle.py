@@ -511,6 +511,30 @@ def test_shutdown_without_grace_ends_a_shutdown_that_waits(who: str) -> None:
         assert left == []
 
 
+def leave_in_a_callback(rank: int, graceful: bool) -> str:
+    """One worker leaves in a callback, which a thread of it runs; there it can only leave at once."""
+    join(rank)
+    text = ""
+    if rank == 0:
+        call = rpc.rpc_async("worker1", take, args=(0.2,))
+        try:
+            call.then(lambda _: rpc.shutdown(graceful)).wait()
+        except RuntimeError as e:
+            text = str(e)
+    if rank != 0 or graceful:
+        rpc.shutdown(graceful)
+    return text
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_a_callback_can_only_leave_at_once(graceful: bool) -> None:
+    """Otherwise it would wait for its own end."""
+    text, nothing = run_processes(leave_in_a_callback, 2, args=(graceful,))
+    assert ("shutdown was called by a callback" in text) is graceful
+    assert (text == "") is not graceful
+    assert nothing == ""
+
+
 def interrupted_as_it_joins(rank: int) -> str:
     """A handler that leaves the group, which this worker has not joined yet."""
     signal.signal(signal.SIGUSR1, lambda *_: rpc.shutdown(graceful=False))

@@ -179,8 +179,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Raises:
         NotInitializedError: if this process has not joined a group.
-        RpcError: if called inside a remote call, which would wait for itself, or gracefully by a signal
-            handler during shutdown.
+        RpcError: if called inside a remote call, which would wait for itself, or gracefully by a callback in
+            a thread of the worker, or by a signal handler during shutdown.
         RpcTimeoutError: if other workers did not call it in time, with their names. This worker has left all
             the same.
 
@@ -196,6 +196,12 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             "return, and call shutdown where init_rpc was called"
         )
     group = _group
+    if graceful and group is not None and group.worker.pool.runs_here():
+        raise RpcError(
+            "shutdown was called by a callback in a thread of the worker, and would wait until that has "
+            "ended; let it return, and call shutdown where init_rpc was called, or leave at once by "
+            "shutdown(graceful=False)"
+        )
     if group is not None and group.leaving and not graceful:
         group.hurry()
         with _lock:  # until it has left; not if a signal handler is to return first

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from zmqgrad.errors import ClosedError
-from zmqgrad.runtime.blocking import blocking_section, set_pool
+from zmqgrad.runtime.blocking import blocking_section, set_pool, thread_state
 from zmqgrad.runtime.clock import Deadline
 
 logger = logging.getLogger(__name__)
@@ -176,6 +176,10 @@ class ThreadPool:
     def reads_here(self) -> bool:
         """Whether the calling thread is reading from the source."""
         return self._reader == threading.get_ident()
+
+    def runs_here(self) -> bool:
+        """Whether the calling thread is one of the pool's, and does not wait."""
+        return thread_state.pool is self
 
     def _block(self) -> None:
         """Counts the calling thread as blocked, and starts a thread for a queued task."""

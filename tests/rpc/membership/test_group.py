@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import free_port
+from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import (
     ConfigurationError,
@@ -290,6 +291,31 @@ def test_shutdown_waits_for_a_slow_store_while_worker_0_lives(monkeypatch: pytes
     monkeypatch.setattr(store, "compare_set", slow)
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None, None]
     assert queries[:2] == ["arrived/1", "arrived/1"]
+
+
+def test_shutdown_says_soon_whom_it_waits_for_however_many_calls_it_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutdown, "LOG_INTERVAL_SECONDS", 0.5)
+    made, end = groups(2), threading.Event()
+    all_at_once([join(g) for g in made])
+    for g in made:
+        g.worker.server.serve()
+    caller, callee = [g.worker for g in made]
+    for _ in range(OPTIONS.num_worker_threads):
+        callee.submit(lambda: end.wait(20))
+    calls = [caller.call(1, len, args=("abc",), timeout=0) for _ in range(40)]
+
+    def end_when_said() -> None:
+        eventually(lambda: caplog.text, lambda text: "waits for worker1 to finish" in text, 10)
+        end.set()
+
+    try:
+        steps = [lambda g=g: g.leave(True, Deadline.after(20)) for g in made]
+        assert all_at_once([end_when_said, *steps]) == [None] * 3
+    finally:
+        end.set()
+    assert all(call.promise.exception() is None for call in calls)
 
 
 def test_a_worker_that_waits_for_many_checks_them_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:

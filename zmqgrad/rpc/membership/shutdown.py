@@ -81,10 +81,10 @@ def drain(worker: Worker, is_idle: Callable[[Deadline], bool], deadline: Deadlin
         if worker.closed:  # somebody was in a hurry
             raise worker.closed_error()
         worker.references.flush_releases()
-        pending = worker.client.pending.all()
+        pending, until = worker.client.pending.all(), deadline.capped(LOG_INTERVAL_SECONDS)
         for call in pending:
-            call.promise.wait_done(min(deadline.left(), LOG_INTERVAL_SECONDS))
-        idle = is_idle(deadline.capped(LOG_INTERVAL_SECONDS))
+            call.promise.wait_done(until.left())
+        idle = is_idle(until)
         still = [call for call in worker.client.pending.all() if call in pending]
         if idle and not still:
             return
