@@ -431,7 +431,9 @@ def test_the_end_of_a_peer_follows_what_has_arrived_by_its_channel(either: Pair)
     assert either.sealed(1)["channels"] == 0
 
 
-def test_a_goodbye_does_not_overtake_large_messages(either: Pair) -> None:
+def test_a_goodbye_does_not_overtake_large_messages(either: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for their acknowledgements, as long as a worker may take to leave: here, as long as needed."""
+    monkeypatch.setattr("zmqgrad.transport.mailbox.GOODBYE_LINGER_MS", int(WAIT * 1000))
     either.send(0, some(1))
     either.take()
     assert either.relay is not None
