@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waiting import eventually
 from zmqgrad import rpc
-from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError
+from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.rpc import server
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.remote_errors import describe_exception
@@ -316,3 +318,23 @@ def test_a_worker_that_does_not_serve_yet_keeps_requests_and_serves_them_later()
         c.workers[1].server.serve()
         c.workers[0].wait(c.workers[0].call(1, note, ("late",)))
         assert sorted(NOTED) == ["early 0", "early 1", "early 2", "late"]
+
+
+def test_a_call_ends_though_its_reply_could_not_be_sent_at_first(
+    pair: Cluster, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a free descriptor, a worker cannot open its connection to the caller."""
+    mailbox, failures = pair.workers[1].mailbox, [TransportError("Too many open files")] * 3
+    send = mailbox.send
+
+    def fail_at_first(*args: Any, **kwargs: Any) -> None:
+        if failures:
+            raise failures.pop()
+        send(*args, **kwargs)
+
+    monkeypatch.setattr(mailbox, "send", fail_at_first)
+    future = rpc.rpc_async(1, len, args=("abc",), timeout=0)
+    eventually(lambda: [clock.advance(server.RETRY_SECONDS), future.done()][1])
+    with pytest.raises(TransportError, match="Too many open files"):
+        future.wait()
+    assert not failures

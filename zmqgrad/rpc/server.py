@@ -31,6 +31,9 @@ from zmqgrad.wire.tensors.torch_internals import function_modes
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 1.0
+"""How long after an error could not be sent it is tried again: no event tells that there is a descriptor."""
+
 is_grad_enabled = torch.is_grad_enabled
 
 
@@ -247,7 +250,10 @@ class Server:
             raise
 
     def reply_error(self, inbound: Inbound, error: BaseException) -> None:
-        """Reply to ``inbound`` with an exception. Failures to send it are logged."""
+        """Reply to ``inbound`` with an exception. Failures to send it are logged.
+
+        If there is no connection to the requester and none can be opened now, this is tried again later.
+        """
         source, own = inbound.envelope.source, self._worker.name
         if source in self._lost:
             logger.debug("%s: worker %d is lost and does not get %r", own, source, error)
@@ -259,6 +265,14 @@ class Server:
             self._send_error(inbound, error)
         except (TransportError, RpcError) as e:
             self.repeats.warning(f"{own} cannot send {show_exception(error)} to worker {source}: {e}")
+            if type(e) is TransportError:  # such as no free descriptor: the call would never end
+                self._worker.timer.call_later(RETRY_SECONDS, partial(self._reply_again, inbound, error))
+
+    def _reply_again(self, inbound: Inbound, error: BaseException) -> None:
+        try:
+            self._worker.submit(partial(self.reply_error, inbound, error))
+        except ClosedError:
+            logger.debug("%s is closed: the caller does not get %r", self._worker.name, type(error))
 
     def _send_error(self, inbound: Inbound, error: BaseException) -> None:
         envelope = inbound.envelope
