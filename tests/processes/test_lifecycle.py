@@ -25,6 +25,7 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     WorldSizeError,
 )
+from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.membership.shutdown import LEAVE_POLL_SECONDS
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import FileStore, Store, TCPStore
@@ -509,6 +510,27 @@ def test_shutdown_without_grace_ends_a_shutdown_that_waits(who: str) -> None:
     for seconds, left in run_processes(leaves_at_once, 2, args=(who,)):
         assert seconds < AT_ONCE
         assert left == []
+
+
+def interrupted_as_it_leaves(rank: int, graceful: bool) -> list[str]:
+    """Ctrl-C while the worker closes. What is left then, nobody could close any more."""
+    join(rank, world_size=1)
+    membership = current_worker().membership
+    close = membership.close
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        close()
+
+    membership.close = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        rpc.shutdown(graceful)
+    return what_is_open()[0]
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_a_worker_that_is_interrupted_as_it_leaves_leaves_nothing_behind(graceful: bool) -> None:
+    assert run_processes(interrupted_as_it_leaves, 1, args=(graceful,)) == [[]]
 
 
 def leave_in_a_callback(rank: int, graceful: bool) -> str:

@@ -13,6 +13,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref.api import install_rrefs
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.runtime.future import Promise
 from zmqgrad.store import Store, TCPStore
 from zmqgrad.transport.base import Mailbox
 
@@ -124,7 +126,7 @@ class Group(ABC):
                 self._finish(deadline)
         except BaseException as e:
             logger.debug("%s: shutdown: %s", self.worker.name, e)
-            close_quietly(self, logger.warning)  # the first error is the one to report
+            _to_the_end(partial(close_quietly, self, logger.warning))  # the first error is the one to report
             if self._hurried is not None and isinstance(e, ZmqgradError):
                 return  # the wait was ended on purpose
             if isinstance(e, StoreError):  # the refused query explains nothing
@@ -134,7 +136,7 @@ class Group(ABC):
             if self._hurried is not None:
                 self._hurried.join(JOIN_TIMEOUT_SECONDS)
         self._goodbye = LEFT if graceful else LEFT_AT_ONCE
-        self.close()
+        _to_the_end(self.close)
 
     def hurry(self) -> None:
         """End a graceful :meth:`leave` that is under way, which closes the worker and returns. Idempotent.
@@ -189,6 +191,34 @@ class Group(ABC):
                 f"worker {self.worker.name} was shut down, but user code still runs in {', '.join(left)}; "
                 f"it ends with the process"
             )
+
+
+def _to_the_end(close: Callable[[], None]) -> None:
+    """Call ``close`` in another thread than the main one: only that is interrupted by Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        close()
+        return
+    closed: Promise[None] = Promise()
+
+    def run() -> None:
+        try:
+            close()
+        except BaseException as e:
+            closed.set_exception(e)
+        else:
+            closed.set_result(None)
+
+    closing = threading.Thread(target=run, name="zmqgrad-close", daemon=True)
+    try:
+        try:
+            closing.start()
+        except RuntimeError:  # the interpreter is ending
+            run()
+        closed.wait()
+    finally:
+        # Otherwise it may not have been started.
+        if closed.wait_done(JOIN_TIMEOUT_SECONDS) and closing.ident is not None:
+            closing.join(JOIN_TIMEOUT_SECONDS)
 
 
 def close_quietly(
