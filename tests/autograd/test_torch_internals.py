@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -177,6 +178,15 @@ def test_a_pass_is_a_graph_task() -> None:
     for complete in completions:
         complete()
     assert len(seen) == 3
+
+
+def test_a_graph_task_is_kept_as_long_as_it_is_stored_and_no_longer() -> None:
+    stored = SimpleNamespace(id=7)
+    before = sys.getrefcount(stored)
+    for _ in range(3):
+        with internals.as_graph_task(stored), internals.as_graph_task(None):
+            pass
+    assert sys.getrefcount(stored) == before  # torch 2.9 ends a reference that it does not own
 
 
 def test_the_tensors_of_a_storage_are_counted() -> None:

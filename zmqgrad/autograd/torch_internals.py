@@ -8,6 +8,7 @@ falls back to it.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import functools
 import sys
 import types
@@ -114,9 +115,31 @@ _own_will_execute = torch._C._will_engine_execute_node
 _own_engine: Any = torch.autograd.Variable._execution_engine
 _is_stored = torch._C._is_key_in_tls
 _stored: Callable[[str], GraphTask | None] = torch._C._get_obj_in_tls
-_store = torch._C._stash_obj_in_tls
+_own_store: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
 # Earlier versions of torch cannot remove what is stored.
 _remove: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda key: _store(key, None))
+
+
+def _store(key: str, stored: Any) -> None:
+    """Store an object, and keep it as long as it is stored."""
+    if _STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stored))
+    _own_store(key, stored)
+
+
+def _store_steals() -> bool:
+    """Return whether torch takes the reference of whoever stores an object, and ends it later, as 2.9 does."""
+    probe, key = object(), f"{_GRAPH_TASK}_probe"
+    before = sys.getrefcount(probe)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    _own_store(key, probe)
+    steals = sys.getrefcount(probe) == before + 1
+    if not steals:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(probe))
+    return steals
+
+
+_STEALS = _store_steals()
 
 
 def _graph_task() -> GraphTask | None:
@@ -343,7 +366,10 @@ def storage_users(tensor: torch.Tensor) -> int:
     """Return how many tensors refer to the storage of ``tensor``, itself included; very many if unknown."""
     if _use_count is None or tensor.layout is not torch.strided:
         return 1 << 30
-    return _use_count(tensor.untyped_storage()._cdata) - 1  # the object that this line makes is counted, too
+    storage = (
+        tensor.untyped_storage()
+    )  # this object is counted, too, and in some versions ends with its last name
+    return _use_count(storage._cdata) - 1
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------
