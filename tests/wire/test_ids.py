@@ -60,12 +60,12 @@ def test_many_threads_never_get_the_same_id() -> None:
 
     def draw(mine: list[int]) -> None:
         start.wait(10)
-        mine.extend(source.next() for _ in range(500))
+        mine.extend(source.next() for _ in range(5000))
 
     threads = [threading.Thread(target=draw, args=(mine,)) for mine in got]
     for t in threads:
         t.start()
     for t in threads:
         t.join(20)
-    assert sorted(i for mine in got for i in mine) == [join_id(3, n) for n in range(1, 4001)]
+    assert sorted(i for mine in got for i in mine) == [join_id(3, n) for n in range(1, 40_001)]
     assert all(mine == sorted(mine) for mine in got)

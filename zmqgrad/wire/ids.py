@@ -7,7 +7,6 @@ id, a reply could be matched with the wrong call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 WORKER_BITS = 16
 COUNTER_BITS = 48
@@ -56,21 +55,18 @@ class IdSource:
     """Generates the ids of one worker. Thread-safe."""
 
     def __init__(self, worker: int, first: int = 1) -> None:
-        last = join_id(worker, MAX_COUNTER)
-        ids = itertools.chain(range(join_id(worker, first), last + 1), _UsedUp(worker))
-        # One C call, so no lock is needed.
-        self.next: Callable[[], int] = ids.__next__
-        """Return a new id. Raises ``OverflowError`` after 2**48 ids."""
-
-
-class _UsedUp:
-    """Iterator after the last id of ``worker``: every call raises."""
-
-    def __init__(self, worker: int) -> None:
         self._worker = worker
+        self._last = join_id(worker, MAX_COUNTER)
+        # ``next`` of a count is atomic, on free-threaded Python, too; that of a range is not there.
+        self._ids = itertools.count(join_id(worker, first))
 
-    def __iter__(self) -> _UsedUp:
-        return self
+    def next(self) -> int:
+        """Return a new id.
 
-    def __next__(self) -> int:
-        raise OverflowError(f"worker {self._worker} has used up its {COUNTER_BITS}-bit ids")
+        Raises:
+            OverflowError: after 2**48 ids.
+        """
+        found = next(self._ids)
+        if found > self._last:
+            raise OverflowError(f"worker {self._worker} has used up its {COUNTER_BITS}-bit ids")
+        return found
