@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
@@ -84,6 +85,7 @@ class Client:
         self._context_for = contexts.for_calls
         self._references = references
         self.pending = PendingCalls()
+        self._counting = threading.Lock()  # guards the next
         self.sent = 0
         self._alarm = Alarm(self._check_deadlines, worker.timer)
         self.reporter = WaitReporter(worker, self.pending) if environment.reports_waits() else None
@@ -312,7 +314,7 @@ class Client:
             number = port.number or reply_to
             self._mailbox.send(peer, message, call.message_id, serialized.frames, number, seconds)
             was_sent = True
-            self.sent += 1
+            self._count_sent()
             if self.reporter is not None:
                 self.reporter.add(call)
             self._alarm.set(deadline)
@@ -376,7 +378,11 @@ class Client:
             if (loss := self._loss_behind(e, peer, type(message).__name__)) is None:
                 raise
             raise loss from e
-        self.sent += 1
+        self._count_sent()
+
+    def _count_sent(self) -> None:
+        with self._counting:  # a shutdown waits until as many were served
+            self.sent += 1
 
     # ---- replies ----------------------------------------------------------------------------------------
 

@@ -68,6 +68,7 @@ class Server:
         self._references = references
         self._completions = completions
         self.in_flight = InFlightRequests(worker.clock)
+        self._counting = threading.Lock()  # guards the next
         self.served = 0
         self.repeats = RepeatLog(logger, worker.name)
         self._lock = threading.Lock()  # guards _held
@@ -84,7 +85,8 @@ class Server:
         kind: MessageType = inbound.envelope.type  # type: ignore[assignment]
         control = self._control.get(kind)
         if control is not None:
-            self.served += not kind & RESPONSE
+            if not kind & RESPONSE:
+                self._count_served()
             try:
                 control(inbound)
             except (ClosedError, PeerLostError) as e:  # this worker is just closing, or the peer is lost
@@ -93,7 +95,7 @@ class Server:
         if kind & RESPONSE:
             self._on_reply(inbound)
             return None
-        self.served += 1
+        self._count_served()
         handler = self._requests.get(kind)
         if handler is None:
             self.repeats.warning(f"{self._worker.name}: no handler for {type(inbound.message).__name__}")
@@ -145,8 +147,12 @@ class Server:
 
         ``handler`` replies with its own errors; those of the system (Ctrl-C) reach the caller.
         """
-        self.served += 1
+        self._count_served()
         handler(inbound)
+
+    def _count_served(self) -> None:
+        with self._counting:  # threads at reply ports count, too
+            self.served += 1
 
     def _serve(self, handler: RequestHandler, inbound: Inbound, request: InFlightRequest | None) -> None:
         """Serve a request in an engine thread, which may wait for the store if the sender is unknown here."""

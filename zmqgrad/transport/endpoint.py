@@ -22,6 +22,7 @@ A local connection that ends without a GOODBYE shows that the process has ended.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -111,6 +112,7 @@ class Endpoint:
         """Makes the reader of bulk channels call ``ended`` behind all that has arrived from a peer. Returns
         whether there are any."""
         self._handler: Handler
+        self._counting = threading.Lock()  # guards the next three: owners of reply channels count, too
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
@@ -230,8 +232,7 @@ class Endpoint:
                         f"worker {path.hello.source} sent a message as worker {envelope.source}"
                     )
                 if manifest is None and not accepted and envelope.type not in PARTIAL_TYPES:
-                    self.messages += 1
-                    self.header_bytes += size
+                    self._count(1, size, 0)
                     return Inbound(envelope, message, (), size, size if size >= MIN_COUNTED_BYTES else 0)
         except ProtocolError as e:
             self._on_malformed(first, size, path, e)
@@ -253,8 +254,7 @@ class Endpoint:
         if frames:
             size += sum(map(len, frames))
         if not accepted:
-            self.header_bytes += len(first)
-            self.frame_bytes += size - len(first)
+            self._count(0, len(first), size - len(first))
         found, total = frames, size
         try:
             if isinstance(path, _Route) and not accepted and not self._accept_from(path, envelope, size):
@@ -276,17 +276,17 @@ class Endpoint:
         except ProtocolError as e:
             self._on_malformed(first, size, path, e)
             return None
-        if envelope.type == MessageType.CHUNK:
-            self._count_data(message)
+        if isinstance(message, Chunk):
+            self._count(0, -len(message.data), len(message.data))  # it is a part of a frame
             return Inbound(envelope, message, found, total)
-        self.messages += 1
+        self._count(1, 0, 0)
         return Inbound(envelope, message, found, total, size if size >= MIN_COUNTED_BYTES else 0)
 
-    def _count_data(self, message: Message) -> None:
-        """Counts what is in a chunk as part of a frame."""
-        assert isinstance(message, Chunk)
-        self.header_bytes -= len(message.data)
-        self.frame_bytes += len(message.data)
+    def _count(self, messages: int, header_bytes: int, frame_bytes: int) -> None:
+        with self._counting:
+            self.messages += messages
+            self.header_bytes += header_bytes
+            self.frame_bytes += frame_bytes
 
     def _accept_from(self, route: _Route, envelope: Envelope, size: int) -> bool:
         """Returns whether to deliver a message that arrived by tcp."""

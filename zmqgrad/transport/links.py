@@ -99,7 +99,8 @@ class Link:
 
     def connections(self) -> list[LocalConnection]:
         """Returns the local connections to the peer."""
-        return [*([] if self.local is None else [self.local]), *self.channels.values()]
+        local = self.local  # read once: another thread may shut the link just now
+        return [*([] if local is None else [local]), *self.channels.values()]
 
     def count(self, first: bytearray, frames: int) -> None:
         """Counts a message that is sent by the session. Called with the lock held."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class SharedMemoryTransport:
         self._release_scheduled = False
         self._trim_scheduled = False
         self._closed = False
+        self._counting = threading.Lock()  # guards the next three
         self.fallbacks: Counter[str] = Counter()
         self.bytes_out = 0
         self.bytes_in = 0
@@ -111,7 +113,7 @@ class SharedMemoryTransport:
                 placed = [FrameBuffer(b.segment.id, b.number, b.offset, b.size) for b in leases]
                 segments = {lease.segment.id: lease.segment for lease in leases}
                 manifest = Manifest(tuple(placed), slices, released)
-                self.bytes_out += total
+                self._count(out=total)
                 return PreparedFrames(manifest, (), tuple(segments.values()))
         return pack_for_socket(frames, sizes, released)
 
@@ -139,7 +141,7 @@ class SharedMemoryTransport:
                 segments[lease.segment.id] = lease.segment
                 buffers.append(FrameBuffer(lease.segment.id, lease.number, lease.offset, lease.size, True))
             slices.append(FrameSlice(indices[own.number], start, len(frame)))
-            self.bytes_out += len(frame)
+            self._count(out=len(frame))
         manifest = Manifest(tuple(buffers), tuple(slices), released)
         return PreparedFrames(manifest, rest, tuple(segments.values()))
 
@@ -197,7 +199,7 @@ class SharedMemoryTransport:
         arrays = [self.allocate(size, Deadline.after(0.0)) for size in buffers]
         why = [array for array in arrays if isinstance(array, str)]
         if why:
-            self.fallbacks[why[0]] += 1
+            self._count_fallback(why[0])
             return frames
         for part, frame in zip(slices, frames, strict=True):
             self.write(arrays[part.buffer], part.offset, frame)
@@ -247,7 +249,7 @@ class SharedMemoryTransport:
         else:
             result = self._arena.lease(peer, sizes, keep=True) if local else "other host"
         if isinstance(result, str):
-            self.fallbacks[result] += 1
+            self._count_fallback(result)
             return None
         try:
             for part, frame in zip(slices, frames, strict=True):
@@ -287,7 +289,7 @@ class SharedMemoryTransport:
         if not manifest.buffers and not manifest.slices:
             return frames
         opened = self._mapped_blocks.open(peer, manifest, frames)
-        self.bytes_in += sum([p.size for p in manifest.buffers if p.segment])
+        self._count(received=sum([p.size for p in manifest.buffers if p.segment]))
         return opened
 
     def on_offer(self, peer: int, offer: ArenaOffer, fd: int) -> None:
@@ -322,6 +324,17 @@ class SharedMemoryTransport:
             if trimmed:
                 logger.debug("%s returned %d bytes of its arena to the system", self._name, trimmed)
             self._schedule(TRIM_SECONDS, self._trim)
+
+    # ---- counters ---------------------------------------------------------------------------------------
+
+    def _count(self, out: int = 0, received: int = 0) -> None:
+        with self._counting:
+            self.bytes_out += out
+            self.bytes_in += received
+
+    def _count_fallback(self, why: str) -> None:
+        with self._counting:
+            self.fallbacks[why] += 1
 
     # ---- the end ----------------------------------------------------------------------------------------
 
