@@ -11,6 +11,8 @@ import builtins
 import ctypes
 import functools
 import sys
+import sysconfig
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,7 +130,7 @@ def _store(key: str, stored: Any) -> None:
 
 
 def _store_steals() -> bool:
-    """Return whether torch takes the reference of whoever stores an object, and ends it later, as 2.9 does."""
+    """Return whether torch takes the reference of whoever stores an object, and ends it, as 2.9 does."""
     probe, key = object(), f"{_GRAPH_TASK}_probe"
     before = sys.getrefcount(probe)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
@@ -407,6 +409,9 @@ def follow_retained() -> None:
             _note_retained(tensor)
 
 
+_counting = threading.RLock()
+"""Guards the counts of hooks, with which a pass learns that there are any: none may be missed."""
+
 _retained = 0
 _retaining: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 """The tensors, by their ids, with the version that each had when its node was marked."""
@@ -458,7 +463,8 @@ def _retain_grad(tensor: torch.Tensor) -> None:
         cuts[0].retaining.append(tensor)
         return
     if not (tensor.is_leaf or tensor.retains_grad):
-        _retained += 1
+        with _counting:
+            _retained += 1
         _note_retained(tensor)
     _own_retain_grad(tensor)
 
@@ -493,9 +499,23 @@ def _except_at(cuts: list[cut_at], hook: Callable[..., Any], gradient: torch.Ten
 def _register_node_hook(*args: Any) -> Any:
     """Called by torch for each hook of a node, before or after it."""
     global _of_nodes
-    _of_nodes += 1
+    with _counting:
+        _of_nodes += 1
     return _own_node_hook(*args)
 
+
+_own_handle = RemovableHandle.__init__
+
+
+@functools.wraps(_own_handle)
+def _make_handle(handle: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+    """Torch numbers its handles without a lock. With one number, two hooks of a tensor would be one."""
+    with _counting:
+        _own_handle(handle, *args, **kwargs)
+
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    RemovableHandle.__init__ = _make_handle  # type: ignore[method-assign]
 
 torch.Tensor.retain_grad = _retain_grad  # type: ignore[assignment, method-assign]
 torch.Tensor.register_hook = _register_hook  # type: ignore[method-assign]

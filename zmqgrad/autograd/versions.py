@@ -258,7 +258,9 @@ class ParameterVersions:
     def _with_siblings(self, params: Sequence[SharedParameter]) -> list[SharedParameter]:
         """Return ``params`` and the shared parameters that lie in the same storages."""
         storages = {_storage_of(p) for p in params}
-        return [p for p in self._shared.values() if _storage_of(p) in storages]
+        # Not values(), from which another thread may just be removing one that is no longer shared.
+        shared = [reference() for reference in self._shared.valuerefs()]
+        return [p for p in shared if p is not None and _storage_of(p) in storages]
 
 
 def _storage_of(shared: SharedParameter) -> int:

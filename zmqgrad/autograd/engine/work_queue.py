@@ -103,8 +103,9 @@ class WorkQueue:
 
     def abandon(self) -> None:
         """Drop what waits, and what will be added; its consumers may still find what is added meanwhile."""
-        self._abandoned = True
-        self._waiting.clear()
+        with self._lock:
+            self._abandoned = True
+            self._waiting.clear()
 
     def is_consumed(self) -> bool:
         """Whether any thread is handling arrivals."""

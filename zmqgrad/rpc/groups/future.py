@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -75,14 +75,15 @@ def in_order(futures: Sequence[Any], seconds: float = 0.0) -> Iterator[int]:
         RpcTimeoutError: if they are not done in time.
     """
     ended: list[Promise[int]] = [Promise() for _ in futures]
-    order, deadline = iter(ended), Deadline.after(seconds or None)  # ``next`` of an iterator is atomic
+    left, deadline = ended[::-1], Deadline.after(seconds or None)
     for index, future in enumerate(futures):
-        CppFuture.add_done_callback(future, partial(_set_next, order, index))
+        CppFuture.add_done_callback(future, partial(_set_next, left.pop, index))
     for count, promise in enumerate(ended):
         if not promise.wait_done(deadline.timeout()):
             raise RpcTimeoutError(f"{count} of {len(ended)} calls are done after {seconds} s")
         yield promise.result()
 
 
-def _set_next(order: Iterator[Promise[int]], index: int, _: object) -> None:
-    next(order).set_result(index)
+def _set_next(take: Callable[[], Promise[int]], index: int, _: object) -> None:
+    """Called by any thread; each takes another promise, as ``list.pop`` is atomic."""
+    take().set_result(index)
