@@ -368,9 +368,7 @@ def storage_users(tensor: torch.Tensor) -> int:
     """Return how many tensors refer to the storage of ``tensor``, itself included; very many if unknown."""
     if _use_count is None or tensor.layout is not torch.strided:
         return 1 << 30
-    storage = (
-        tensor.untyped_storage()
-    )  # this object is counted, too, and in some versions ends with its last name
+    storage = tensor.untyped_storage()  # is counted, too, and in some versions of torch ends with its name
     return _use_count(storage._cdata) - 1
 
 
