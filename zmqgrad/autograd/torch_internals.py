@@ -513,7 +513,7 @@ def _make_handle(handle: RemovableHandle, *args: Any, **kwargs: Any) -> None:
 
 
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
-    RemovableHandle.__init__ = _make_handle  # type: ignore[method-assign]
+    RemovableHandle.__init__ = _make_handle  # type: ignore[assignment, method-assign]
 
 torch.Tensor.retain_grad = _retain_grad  # type: ignore[assignment, method-assign]
 torch.Tensor.register_hook = _register_hook  # type: ignore[method-assign]
