@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import socket
 import threading
@@ -272,10 +273,11 @@ def wait_until_released() -> None:
     assert released.wait(90)
 
 
-def part_for_long(rank: int) -> str:
+def part_for_long(rank: int, joined: Path) -> str:
     enter(rank)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options())
     assert rpc.rpc_sync(f"w{1 - rank}", run_once, args=(1,)) == 1
+    joined.write_bytes(b".")
     with pytest.raises(PeerLostError) as caught:
         rpc.rpc_sync(f"w{1 - rank}", wait_until_released)
     with pytest.raises(PeerLostError):  # and that is final
@@ -286,17 +288,27 @@ def part_for_long(rank: int) -> str:
 
 
 @pytest.mark.timeout(150)
-def test_hosts_that_cannot_reach_each_other_for_10_seconds_lose_each_other(hosts: Hosts) -> None:
+def test_hosts_that_cannot_reach_each_other_for_10_seconds_lose_each_other(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    joined = tmp_path / "joined"
+    os.mkfifo(joined)
+    told = os.open(joined, os.O_RDWR)
+
     def break_it() -> None:
-        threading.Event().wait(8)
+        for _ in range(2):
+            if not select.select([told], [], [], 60)[0]:
+                return
+            os.read(told, 1)
         with hosts.link_down():
             threading.Event().wait(25)
 
     breaker = threading.Thread(target=break_it)
     breaker.start()
     try:
-        whys = run_processes(part_for_long, 2, timeout=120, env=hosts.environment())
+        whys = run_processes(part_for_long, 2, (joined,), timeout=120, env=hosts.environment())
     finally:
         breaker.join()
+        os.close(told)
     for why in whys:
         assert "out of reach" in why
