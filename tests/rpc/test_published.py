@@ -24,6 +24,7 @@ from zmqgrad.errors import (
     NotInitializedError,
     PayloadError,
     RpcTimeoutError,
+    StoreTimeoutError,
 )
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.trace import Job, record
@@ -249,6 +250,61 @@ def test_one_worker_publishes_a_name_until_it_is_lost(trio: Cluster) -> None:
         assert rpc.publish("policy", state(2.0)) == 2
     with trio.acting(2):
         assert values(subscription.wait(1)) == {2.0}
+
+
+class LostStore:
+    """A store that is lost before it has announced anything; ``announces``: before it replies."""
+
+    def __init__(self, store: Any, announces: bool) -> None:
+        self.store, self.announces = store, announces
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Fail, if this would set something."""
+        if expected == desired:
+            found: bytes = self.store.compare_set(key, expected, desired)
+            return found
+        if self.announces:
+            self.store.compare_set(key, expected, desired)
+        raise StoreTimeoutError("no reply")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("next_publisher", [0, 1])
+def test_no_reader_has_a_version_that_was_never_announced(trio: Cluster, next_publisher: int) -> None:
+    """The next version, also of another worker, has its number."""
+    directory, size = trio.workers[0].directory, 10
+    rpc.publish("policy", state(1.0, size))
+    store = directory.shared()
+    directory.store = LostStore(store, announces=False)  # type: ignore[assignment]
+    with pytest.raises(StoreTimeoutError):
+        rpc.publish("policy", state(2.0, size))
+    directory.store = store
+    with trio.acting(2):
+        reader = rpc.subscribe("policy")
+    assert (reader.version, values(reader.tensors)) == (1, {1.0})
+    if next_publisher == 1:
+        lose(trio, 0)
+    with trio.acting(next_publisher):
+        assert rpc.publish("policy", state(3.0, size)) == 2
+    assert values(reader.wait(1)) == {3.0}
+
+
+def test_an_announced_version_is_read_though_its_publisher_does_not_know(trio: Cluster) -> None:
+    directory, size = trio.workers[0].directory, 10
+    rpc.publish("policy", state(1.0, size))
+    with trio.acting(2):
+        reader = rpc.subscribe("policy")
+    store = directory.shared()
+    directory.store = LostStore(store, announces=True)  # type: ignore[assignment]
+    with pytest.raises(StoreTimeoutError):
+        rpc.publish("policy", state(2.0, size))
+    directory.store = store
+    assert values(reader.wait(1)) == {2.0}
+    assert rpc.publish("policy", state(3.0, size), changed=["b"]) == 3
+    third = reader.wait(2)
+    assert (values({"a": third["a"]}), values({"b": third["b"]})) == ({2.0}, {3.0})
 
 
 def test_shutdown_ends_a_wait_and_leaves_the_tensors() -> None:

@@ -130,9 +130,9 @@ def publish(
     shelf = shelf_of(worker)
     published: Published = worker.hooks.extensions.setdefault("published", Published())
     with published.making:
-        raw, number = _next_number(worker, name)
-        before = shelf.newest(name)
-        before = before if before is not None and before.source == worker.id else None
+        raw, last = _last(worker, name)
+        number = last.version + 1
+        before = shelf.newest(name, last.version) if last.publisher == worker.id else None
         kept = {} if changed is None else _unchanged(checked, set(changed), before)
         places, blocks = dict(kept), {}
         size, fresh = 0, {key: t for key, t in checked.items() if key not in kept}
@@ -147,28 +147,29 @@ def publish(
         if before is not None:
             blocks.update({p.block: before.blocks[p.block] for p in kept.values()})
         version = Version(number, worker.id, {key: places[key] for key in checked}, blocks)
-        shelf.put(name, version)  # first: who reads the announcement asks for it
+        shelf.put(name, before, unannounced=version)  # first: who reads the announcement asks for it
         announced = msgspec.json.encode(Announcement(number, worker.id))
         if worker.directory.shared().compare_set(PREFIX + name, raw, announced) != announced:
             shelf.drop(name)
             raise DuplicateNameError(f"another worker has begun to publish {name!r}")
+        shelf.put(name, version)
     if worker.tracer is not None:
         worker.tracer.published(began, name, number, size)
     return number
 
 
-def _next_number(worker: Worker, name: str) -> tuple[bytes, int]:
-    """What the store says of ``name``, and the number of the next version."""
+def _last(worker: Worker, name: str) -> tuple[bytes, Announcement]:
+    """What the store says of ``name``, for the worker that is to publish it next."""
     raw = worker.directory.read(PREFIX + name)
     if not raw:
-        return raw, 1
+        return raw, Announcement(0, worker.id)
     last = msgspec.json.decode(raw, type=Announcement)
     if last.publisher != worker.id and worker.directory.is_alive(last.publisher):
         raise DuplicateNameError(
             f"{worker.membership.name_of(last.publisher)} (worker {last.publisher}) publishes {name!r}: use "
             f"another name, or let that worker publish"
         )
-    return raw, last.version + 1
+    return raw, last
 
 
 def _checked(tensors: Any) -> dict[str, torch.Tensor]:
@@ -289,20 +290,20 @@ def tensor_at(block: Any, place: Place) -> torch.Tensor:
 
 
 def fetch_version(
-    name: str, failed: int, known: Collection[int], narrow: Mapping[str, Slice | None] | None
+    name: str, newest: int, failed: int, known: Collection[int], narrow: Mapping[str, Slice | None] | None
 ) -> Version | Redirection | None:
     """Runs on the publisher: its newest version for the worker that calls, as :func:`offer`.
 
     Args:
         name: of the versions.
-        failed, known: as for :func:`offer`.
+        newest, failed, known: as for :func:`offer`.
         narrow: the parts that a reader of another host wants; None: all.
     """
     worker, request = current_worker(), served()
     if narrow is not None and request is not None and not worker.mailbox.is_local(request.source):
-        version = shelf_of(worker).newest(name)
+        version = shelf_of(worker).newest(name, newest)
         return None if version is None else _narrowed(version, narrow)
-    return offer(name, failed, known)
+    return offer(name, newest, failed, known)
 
 
 def _narrowed(version: Version, parts: Mapping[str, Slice | None]) -> Version:

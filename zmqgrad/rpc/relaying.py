@@ -116,6 +116,7 @@ class Shelf:
         self.worker = worker
         self._changed = threading.Condition()  # guards all below
         self._versions: dict[Key, Version] = {}
+        self._unannounced: dict[Key, Version] = {}
         self._reading: dict[Key, Reading] = {}
         self._closed = False
         worker.hooks.closing.append(self._close)
@@ -126,23 +127,39 @@ class Shelf:
         with self._changed:
             return self._versions.keys() | self._reading.keys()
 
-    def newest(self, key: Key) -> Version | None:
-        """The newest version on this worker."""
+    def newest(self, key: Key, known: int = 0) -> Version | None:
+        """The newest version on this worker; an unannounced one only for a reader that knows its number."""
+        unannounced = self._unannounced.get(key)
+        if unannounced is not None and unannounced.number <= known:
+            return unannounced
         return self._versions.get(key)
 
-    def put(self, key: Key, version: Version) -> None:
-        """Let readers have ``version``, of which this worker is the source, and drop the one before."""
+    def put(self, key: Key, version: Version | None, unannounced: Version | None = None) -> None:
+        """Let readers have ``version``, of which this worker is the source, and drop the one before.
+
+        Args:
+            version: None: it stays the one before.
+            unannounced: of which readers are about to hear. If that fails, nobody ever has it: the next
+                version, perhaps of another worker, has its number.
+        """
         with self._changed:
             before = self._versions.get(key)
-            if before is not None:  # the relays stay: they have the blocks that did not change
-                version.relays.update({host: each[-1:] for host, each in before.relays.items()})
-            self._versions[key] = version
+            for each in (version, unannounced):
+                if each is not None and before is not None:  # relays stay: they have what did not change
+                    for host, relays in before.relays.items():
+                        each.relays.setdefault(host, relays[-1:])
+            if version is not None:
+                self._versions[key] = version
+            self._unannounced.pop(key, None)
+            if unannounced is not None:
+                self._unannounced[key] = unannounced
             self._changed.notify_all()
 
     def drop(self, key: Key) -> Version | None:
         """Let readers have none, and read no more. Returns the version that they had."""
         with self._changed:
             self._reading.pop(key, None)
+            self._unannounced.pop(key, None)
             self._changed.notify_all()
             return self._versions.pop(key, None)
 
@@ -197,11 +214,11 @@ class Shelf:
 
     # ---- relaying ---------------------------------------------------------------------------------------
 
-    def relay_for(self, key: Key, reader: int, failed: int) -> tuple[Version, int] | None:
-        """The newest version, and its relay for the host of ``reader``, which becomes it if there is none."""
+    def relay_for(self, key: Key, known: int, reader: int, failed: int) -> tuple[Version, int] | None:
+        """As :meth:`newest`, and the relay for the host of ``reader``, which becomes it if there is none."""
         host = self.worker.membership.record(reader).host
         with self._changed:  # whoever drops the version knows all of its relays
-            version = self._versions.get(key)
+            version = self.newest(key, known)
             if version is None:
                 return None
             relays = version.relays.setdefault(host, [])
@@ -246,6 +263,7 @@ class Shelf:
         with self._changed:
             self._closed = True
             self._versions.clear()
+            self._unannounced.clear()
             self._reading.clear()
             self._changed.notify_all()
 
@@ -262,11 +280,12 @@ def shelf_of(worker: Worker) -> Shelf:
 # ---- what readers call ------------------------------------------------------------------------------------
 
 
-def offer(key: Key, failed: int, known: Collection[int]) -> Version | Redirection | None:
+def offer(key: Key, newest: int, failed: int, known: Collection[int]) -> Version | Redirection | None:
     """Runs on the source: its newest version for the worker that calls.
 
     Args:
         key: of the versions.
+        newest: the number of the newest version that the reader has heard of.
         failed: the relay that did not have the version; -1: none.
         known: the blocks that the reader has as a relay.
 
@@ -279,8 +298,8 @@ def offer(key: Key, failed: int, known: Collection[int]) -> Version | Redirectio
         return None
     reader = request.source
     if reader == worker.id or worker.mailbox.is_local(reader):
-        return shelf.newest(key)
-    found = shelf.relay_for(key, reader, failed)
+        return shelf.newest(key, newest)
+    found = shelf.relay_for(key, newest, reader, failed)
     if found is None:
         return None
     version, relay = found
@@ -327,7 +346,7 @@ def fetch(
         if known and held is not None and held.number >= newest:  # for another reader of this worker
             found = _ask(worker, worker.id, 0, relayed, key, held.number)
             break
-        reply = _ask(worker, source, 0, offered, key, failed, tuple(known), *more)
+        reply = _ask(worker, source, 0, offered, key, newest, failed, tuple(known), *more)
         if not isinstance(reply, Redirection):
             if reply is None or reply.narrowed or worker.mailbox.is_local(source):
                 found = reply
