@@ -59,14 +59,18 @@ def freed() -> torch.Tensor:
     return t
 
 
+COMPLEX = torch.rand(5, dtype=torch.complex64)
+
 SAMPLES: dict[str, torch.Tensor] = {
     "matrix": torch.arange(12.0).view(3, 4),
     "transposed": torch.arange(12.0).view(3, 4).t(),
     "every other": torch.arange(10)[::2],
     "expanded": torch.ones(1, 3).expand(4, 3),
     "half": torch.rand(7).to(torch.bfloat16),
-    "complex": torch.rand(5, dtype=torch.complex64).conj(),
-    "negative": torch.rand(5, dtype=torch.complex64).conj().imag,
+    "complex": COMPLEX,
+    "conjugate": COMPLEX.conj(),
+    "imaginary": COMPLEX.imag,
+    "negative": COMPLEX.conj().imag,
     "bool": torch.tensor([True, False]),
     "scalar": torch.tensor(3),
     "empty": torch.empty(0, 4),

@@ -237,7 +237,8 @@ class _Plan:
         self.size = 0
         self._contents: dict[tuple[Any, ...], tuple[int, torch.Tensor]] = {}
         for key, t in tensors.items():
-            what = (t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else (key,)
+            bits = t.is_conj(), t.is_neg()  # a lazy conjugate has the memory of what it is of
+            what = (t.data_ptr(), t.dtype, t.shape, t.stride(), bits) if t.numel() else (key,)
             if what not in self._contents:
                 self._contents[what] = self.size, t
                 self.size += -(-t.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
