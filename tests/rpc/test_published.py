@@ -166,6 +166,21 @@ def test_tied_tensors_are_copied_once(trio: Cluster) -> None:
         assert found["one"].data_ptr() == found["other"].data_ptr()
 
 
+def test_tied_tensors_change_together(trio: Cluster) -> None:
+    """``named_parameters`` has them once, and a ``state_dict`` by each name."""
+    module = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
+    module[1].weight = module[0].weight
+    rpc.publish("policy", module)
+    with torch.no_grad():
+        module[0].weight.add_(1.0)
+    rpc.publish("policy", module, changed=[name for name, _ in module.named_parameters() if "weight" in name])
+    with trio.acting(1), rpc.subscribe("policy") as subscription:
+        other = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 9))
+        other[1].weight = other[0].weight
+        other.load_state_dict(subscription.tensors)
+    assert torch.equal(other[0].weight, module[0].weight)
+
+
 def test_parts(trio: Cluster) -> None:
     x = torch.rand(100, 80)
     rpc.publish("policy", {"x": x, "y": torch.ones(3), "z": torch.zeros(4)})

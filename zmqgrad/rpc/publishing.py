@@ -100,8 +100,9 @@ def publish(
         name: of the versions.
         tensors: a ``state_dict()``, or a module, whose ``state_dict()`` is taken. Strided tensors in host
             memory; of each, the values are published, without gradient.
-        changed: names of the tensors that differ from the version before. The others are not copied: they
-            stay in the memory of the version that had them last, which is kept as a whole. None: all.
+        changed: names of the tensors that differ from the version before; of tied ones, one is enough. The
+            others are not copied: they stay in the memory of the version that had them last, which is kept as
+            a whole. None: all.
         timeout: seconds to wait for memory that readers of older versions hold, and for the store; 0 for no
             limit; default: the worker's.
 
@@ -218,8 +219,11 @@ def _unchanged(
     if before is None:
         return {}
     kept: dict[str, Place] = {}
+    written = {tensors[key].data_ptr() for key in changed}  # ``named_parameters`` has one name of tied ones
     for key in tensors.keys() - changed:
         place, t = before.places.get(key), tensors[key]
+        if t.data_ptr() in written:
+            continue
         if place is None or (place.dtype, place.shape) != (NAMES[t.dtype], tuple(t.shape)):
             raise ConfigurationError(
                 f"publish: {key!r} is new, or of another shape or dtype than in version {before.number}: "
