@@ -129,6 +129,18 @@ def test_a_name_is_taken_while_its_object_is_being_made(trio: Cluster) -> None:
     assert waiting.get(timeout=WAIT) == 9
 
 
+@pytest.mark.parametrize("seconds", [1e-9, 0.05])
+def test_a_timeout_is_also_that_of_an_owner_who_does_not_reply(seconds: float) -> None:
+    with cluster(3, rpc.RpcBackendOptions(rpc_timeout=0)) as c:
+        rpc.remote(1, Replay, name="replay")
+        rpc.get_ref("replay")
+        with c.network.hold(MessageType.CALL, 2, source=2, target=1):
+            asks = in_thread(lambda: rpc.get_ref("replay", timeout=seconds), c, 2)
+            claims = in_thread(lambda: rpc.remote(2, Replay, timeout=seconds, name="replay"), c, 2)
+            assert isinstance(asks.get(timeout=WAIT), RpcTimeoutError)
+            assert isinstance(claims.get(timeout=WAIT), RpcTimeoutError)
+
+
 def test_one_of_many_that_ask_at_once_gets_the_name(trio: Cluster) -> None:
     results = [in_thread(lambda n=n: rpc.remote(n, Replay, name="one"), trio, n) for n in (0, 1, 2)]
     refused = [isinstance(each.get(timeout=WAIT), DuplicateNameError) for each in results]

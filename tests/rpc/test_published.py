@@ -30,6 +30,7 @@ from zmqgrad.testing import Cluster, cluster
 from zmqgrad.trace import Job, record
 from zmqgrad.trace.events import Published
 from zmqgrad.trace.timeline import Timeline
+from zmqgrad.wire.messages import MessageType
 
 
 @pytest.fixture
@@ -324,6 +325,19 @@ def test_an_announced_version_is_read_though_its_publisher_does_not_know(trio: C
     assert rpc.publish("policy", state(3.0, size), changed=["b"]) == 3
     third = reader.wait(2)
     assert (values({"a": third["a"]}), values({"b": third["b"]})) == ({2.0}, {3.0})
+
+
+def test_a_timeout_is_also_that_of_a_publisher_who_does_not_reply() -> None:
+    with cluster(2, rpc.RpcBackendOptions(rpc_timeout=0)) as c:
+        rpc.publish("policy", state(1.0))
+        with c.network.hold(MessageType.CALL, 2, source=1, target=0) as asked:
+            publishing = in_thread(lambda: rpc.publish("policy", state(2.0), timeout=0.05), c, 1)
+            assert isinstance(publishing.get(timeout=WAIT), RpcTimeoutError)
+            waiting = in_thread(lambda: rpc.publish("policy", state(2.0)), c, 1)
+            asked.wait(2)
+            second = in_thread(lambda: rpc.publish("other", state(2.0), timeout=0.05), c, 1)
+            assert "another thread of this worker" in str(second.get(timeout=WAIT))
+        assert isinstance(waiting.get(timeout=WAIT), DuplicateNameError)
 
 
 def test_shutdown_ends_a_wait_and_leaves_the_tensors() -> None:

@@ -74,17 +74,21 @@ class Directory:
         keys = store.list_keys(prefix)  # none of them is ever deleted
         return [(k[len(prefix) :], v) for k, v in zip(keys, store.multi_get(keys), strict=True)]
 
-    def is_alive(self, worker_id: int) -> bool:
+    def is_alive(self, worker_id: int, deadline: Deadline) -> bool:
         """Whether a worker is alive. It is asked, unless it is known to be lost.
 
         Raises:
-            RpcTimeoutError: if it does not reply.
+            RpcTimeoutError: if it does not reply by ``deadline``.
         """
         worker = self._worker
         if worker_id == worker.id:
             return True
         try:
-            worker.decode(worker.send_and_wait(lambda: worker.call(worker_id, _reply, waits=True)))
+            worker.decode(
+                worker.send_and_wait(
+                    lambda: worker.call(worker_id, _reply, timeout=deadline.call_timeout(), waits=True)
+                )
+            )
         except (PeerLostError, UnknownWorkerError):
             return False
         return True

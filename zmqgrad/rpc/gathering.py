@@ -63,8 +63,7 @@ def broadcast(
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     find = worker.membership.find
     peers = worker.membership.all() if workers is None else [find(w, deadline.timeout()) for w in workers]
-    seconds = 0.0 if deadline.timeout() is None else max(1e-6, deadline.left())  # 0 would be no limit
-    call = same_for_all(worker, peers, (func, args, kwargs), seconds, "return")
+    call = same_for_all(worker, peers, (func, args, kwargs), deadline.call_timeout(), "return")
     return list(GroupFuture[T](call).futures)
 
 

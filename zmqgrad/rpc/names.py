@@ -75,10 +75,11 @@ def remote_named(
         DuplicateNameError: if another object has it.
     """
     check_ref_name(name)
-    owner = worker.membership.find(to, worker.resolve_timeout(timeout) or None).id
+    deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
+    owner = worker.membership.find(to, deadline.timeout()).id
     claim = _Claim(owner, worker.id, worker.ids.next())
     try:
-        _take(worker, name, claim)
+        _take(worker, name, claim, deadline)
         rref = call_remote(worker, owner, function, args, kwargs, timeout)
         worker.call(owner, _keep, (name, claim.number, claim.claimer, rref), timeout=0)
     except BaseException:
@@ -87,7 +88,7 @@ def remote_named(
     return rref
 
 
-def _take(worker: Worker, name: str, claim: _Claim) -> None:
+def _take(worker: Worker, name: str, claim: _Claim, deadline: Deadline) -> None:
     directory, store, expected = worker.directory, worker.directory.shared(), b""
     while True:
         raw = store.compare_set(_PREFIX + name, expected, claim.encode())
@@ -96,7 +97,7 @@ def _take(worker: Worker, name: str, claim: _Claim) -> None:
         if raw:
             holder = msgspec.json.decode(raw, type=_Claim)
             needed = {holder.owner} if holder.ready else {holder.owner, holder.claimer}
-            if all([directory.is_alive(each) for each in needed]):
+            if all([directory.is_alive(each, deadline) for each in needed]):
                 raise DuplicateNameError(
                     f"the name {name!r} is taken: {worker.membership.name_of(holder.owner)} (worker "
                     f"{holder.owner}) has an object of this name. Use another name, rpc.get_ref({name!r}), "
@@ -138,7 +139,7 @@ def _find(worker: Worker, raw: bytes, deadline: Deadline | None = None) -> RRef[
         return None
     if claim.owner == worker.id:
         return _kept(worker).get(claim.number)
-    seconds = UNSET_RPC_TIMEOUT if deadline is None else deadline.timeout() or 0
+    seconds = UNSET_RPC_TIMEOUT if deadline is None else deadline.call_timeout()
     try:
         rref: RRef[Any] | None = worker.decode(
             worker.send_and_wait(

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.relaying import Place, Redirection, Version, offer, shelf_of
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.wire.tensors.blobs import ALIGNMENT_BYTES, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
@@ -103,8 +105,8 @@ def publish(
         changed: names of the tensors that differ from the version before; of tied ones, one is enough. The
             others are not copied: they stay in the memory of the version that had them last, which is kept as
             a whole. None: all.
-        timeout: seconds to wait for memory that readers of older versions hold, and for the store; 0 for no
-            limit; default: the worker's.
+        timeout: seconds to wait for memory that readers of older versions hold, and for the last publisher to
+            say whether it is alive; 0 for no limit; default: the worker's.
 
     Returns:
         The number of the version; it rises by one with each, also if another worker goes on publishing.
@@ -115,7 +117,8 @@ def publish(
         ConfigurationError: if ``changed`` has names that are not in ``tensors``, or leaves out a tensor that
             is new, or of another shape or dtype.
         DuplicateNameError: if another worker, which is alive, publishes this name.
-        RpcTimeoutError: if there is not enough memory in time. It says who holds which versions.
+        RpcTimeoutError: if there is not enough memory in time (it says who holds which versions), or if the
+            last publisher does not reply.
 
     Example:
         >>> rpc.publish("weights", {"bias": torch.ones(2)})
@@ -130,8 +133,8 @@ def publish(
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     shelf = shelf_of(worker)
     published: Published = worker.hooks.extensions.setdefault("published", Published())
-    with published.making:
-        raw, last = _last(worker, name)
+    with _acquired(published.making, deadline):
+        raw, last = _last(worker, name, deadline)
         number = last.version + 1
         before = shelf.newest(name, last.version) if last.publisher == worker.id else None
         kept = {} if changed is None else _unchanged(checked, set(changed), before)
@@ -159,13 +162,26 @@ def publish(
     return number
 
 
-def _last(worker: Worker, name: str) -> tuple[bytes, Announcement]:
+@contextmanager
+def _acquired(lock: threading.Lock, deadline: Deadline) -> Iterator[None]:
+    left = deadline.timeout()
+    with blocking_section():
+        acquired = lock.acquire(timeout=-1 if left is None else left)
+    if not acquired:
+        raise RpcTimeoutError("publish: another thread of this worker has been publishing all the time")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _last(worker: Worker, name: str, deadline: Deadline) -> tuple[bytes, Announcement]:
     """What the store says of ``name``, for the worker that is to publish it next."""
     raw = worker.directory.read(PREFIX + name)
     if not raw:
         return raw, Announcement(0, worker.id)
     last = msgspec.json.decode(raw, type=Announcement)
-    if last.publisher != worker.id and worker.directory.is_alive(last.publisher):
+    if last.publisher != worker.id and worker.directory.is_alive(last.publisher, deadline):
         raise DuplicateNameError(
             f"{worker.membership.name_of(last.publisher)} (worker {last.publisher}) publishes {name!r}: use "
             f"another name, or let that worker publish"

@@ -98,6 +98,10 @@ class Deadline:
         """Returns the seconds left as ``threading`` expects them: None if there is no limit."""
         return None if self.at == math.inf else min(self.left(), threading.TIMEOUT_MAX)
 
+    def call_timeout(self) -> float:
+        """Returns the seconds left as calls expect them: 0 if there is no limit, and only then."""
+        return 0.0 if self.at == math.inf else max(1e-6, self.left())
+
     def passed(self) -> bool:
         """Whether the deadline has passed."""
         return self._clock.now() >= self.at
