@@ -63,7 +63,8 @@ def broadcast(
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     find = worker.membership.find
     peers = worker.membership.all() if workers is None else [find(w, deadline.timeout()) for w in workers]
-    call = same_for_all(worker, peers, (func, args, kwargs), deadline.call_timeout(), "return")
+    members = [peer.info for peer in peers]
+    call = same_for_all(worker, members, (func, args, kwargs), deadline.call_timeout(), "return")
     return list(GroupFuture[T](call).futures)
 
 

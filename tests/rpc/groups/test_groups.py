@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from zmqgrad import rpc
 from zmqgrad.errors import (
@@ -172,6 +173,22 @@ def test_a_group_can_be_sent(four: Cluster) -> None:
 def call_from_there(group: rpc.WorkerGroup) -> list[str]:
     """Call all members."""
     return group.call(where)
+
+
+def test_a_member_that_is_unknown_where_the_group_is_used_fails_alone(four: Cluster) -> None:
+    """It has left before that worker joined."""
+    membership = four.workers[0].membership
+    membership.learn(replace(membership.own, name="former", id=9))
+    group = rpc.group(["former", "worker1", "worker2"])
+
+    found, chosen = rpc.rpc_sync(3, use_there, (group,))
+    assert [type(each) for each in found] == [UnknownWorkerError, str, str]
+    assert sorted(chosen) == ["worker1", "worker1", "worker2", "worker2"]
+
+
+def use_there(group: rpc.WorkerGroup) -> tuple[list[Any], list[str]]:
+    """Call all members, and some."""
+    return group.call(where, errors="return"), [group.choose(where) for _ in range(4)]
 
 
 # ---- results ----------------------------------------------------------------------------------------------

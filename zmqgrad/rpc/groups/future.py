@@ -41,7 +41,7 @@ class GroupFuture(PythonFuture[list[T]]):
         """Sends the requests of ``call``."""
         super().__init__()
         replies = call.worker.replies
-        self.members: tuple[WorkerInfo, ...] = tuple([peer.info for peer in call.peers])
+        self.members: tuple[WorkerInfo, ...] = tuple(call.members)
         self.futures: tuple[RpcFuture[T], ...] = tuple(
             [
                 replies.future(each) if isinstance(each, PendingCall) else replies.failed_future(each)

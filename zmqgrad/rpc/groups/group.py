@@ -34,6 +34,9 @@ T = TypeVar("T")
 
 WILDCARDS = "*?["
 
+_Begun = tuple[Worker, tuple[WorkerInfo, ...], float]
+"""The caller, the members, and the timeout."""
+
 
 class WorkerGroup(Sequence[WorkerInfo]):
     """Some workers, in an order. :func:`group` makes one.
@@ -155,8 +158,8 @@ class WorkerGroup(Sequence[WorkerInfo]):
         return GroupFuture(self._call(func, args, kwargs, timeout, errors))
 
     def _call(self, func: Any, args: Any, kwargs: Any, timeout: float, errors: OnErrors) -> GroupCall:
-        worker, peers, seconds = self._begin(timeout, errors)
-        return same_for_all(worker, peers, (func, args, kwargs), seconds, errors)
+        worker, members, seconds = self._begin(timeout, errors)
+        return same_for_all(worker, members, (func, args, kwargs), seconds, errors)
 
     def map(
         self,
@@ -201,15 +204,15 @@ class WorkerGroup(Sequence[WorkerInfo]):
     def _map(
         self, func: Any, args: Iterable[Sequence[Any]], kwargs: Any, timeout: float, errors: OnErrors
     ) -> GroupCall:
-        worker, peers, seconds = self._begin(timeout, errors)
+        worker, members, seconds = self._begin(timeout, errors)
         whats = [(func, each, kwargs) for each in args]
-        check_length(whats, peers, self)
+        check_length(whats, members, self)
 
         def request(index: int, peer: WorkerRecord, left: float, reply_to: int) -> PendingCall:
             call = serialize_call(*whats[index], worker.contexts.for_calls(peer))
             return send_call(worker, peer, call, left, reply_to, whats[index])
 
-        return GroupCall(worker, peers, func, seconds, errors, request)
+        return GroupCall(worker, members, func, seconds, errors, request)
 
     def remote(
         self,
@@ -229,17 +232,17 @@ class WorkerGroup(Sequence[WorkerInfo]):
         Raises:
             UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be made.
         """
-        worker, peers, _ = self._begin(timeout)
-        shared = SharedCall(worker, peers, partial(serialize_call, func, args, kwargs))
+        worker, members, _ = self._begin(timeout)
+        shared = SharedCall(worker, members, partial(serialize_call, func, args, kwargs))
         made: list[RRef[T]] = []
         try:
-            for peer in peers:
-                made.append(call_remote(worker, peer.id, func, args, kwargs, timeout, shared.to))
+            for member in members:
+                made.append(call_remote(worker, member.id, func, args, kwargs, timeout, shared.to))
             return RRefGroup(made)
         finally:
             shared.release([p for rref in made if (p := rref.handle.creation) is not None])
 
-    def _begin(self, timeout: float, errors: OnErrors = "raise") -> tuple[Worker, list[WorkerRecord], float]:
+    def _begin(self, timeout: float, errors: OnErrors = "raise") -> _Begun:
         """The members, at least one. In a dynamic group one may have joined that is not known here yet."""
         check_errors(errors)
         worker = current_worker()
@@ -248,7 +251,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
             membership.update_from_store(seconds or None)
             members = self.members
         if members:
-            return worker, [membership.record(info.id) for info in members], seconds
+            return worker, members, seconds
         known = ", ".join(f"{r.name} ({r.id})" for r in sorted(membership.all(), key=lambda r: r.id))
         raise UnknownWorkerError(
             f"{self!r} has no members, so nothing can be called on it: no present worker has such a name. "
@@ -296,12 +299,13 @@ class WorkerGroup(Sequence[WorkerInfo]):
         return rpc_async(self._choose(timeout), func, args, kwargs, timeout)
 
     def _choose(self, timeout: float) -> WorkerInfo:
-        worker, peers, _ = self._begin(timeout)
-        peers = [peer for peer in peers if peer.id not in worker.lost] or peers
+        worker, members, _ = self._begin(timeout)
+        present = {peer.id for peer in worker.membership.all()}
+        members = tuple(member for member in members if member.id in present) or members
         load = Counter(call.peer for call in worker.client.pending.all())
         self._turn += 1
-        first = self._turn % len(peers)
-        return min(peers[first:] + peers[:first], key=lambda peer: load[peer.id]).info
+        first = self._turn % len(members)
+        return min(members[first:] + members[:first], key=lambda member: load[member.id])
 
 
 def group(workers: str | int | WorkerInfo | Iterable[str | int | WorkerInfo]) -> WorkerGroup:

@@ -11,7 +11,7 @@ from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.groups.future import GroupFuture
 from zmqgrad.rpc.groups.sending import GroupCall, OnErrors, SharedCall, check_errors, check_length
-from zmqgrad.rpc.membership.worker_info import WorkerRecord
+from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.rref.proxies import Proxy, call_method
@@ -149,12 +149,12 @@ class RRefGroup(Sequence[RRef[T]]):
 
     def _begin(
         self, what: str, timeout: float, errors: OnErrors
-    ) -> tuple[Worker, list[WorkerRecord], str, float, OnErrors]:
+    ) -> tuple[Worker, list[WorkerInfo], str, float, OnErrors]:
         check_errors(errors)
         if not self._rrefs:
             raise RRefError(f"{what} was called on an RRefGroup without references")
         worker = current_worker()
-        owners = [worker.membership.record(rref.handle.owner) for rref in self._rrefs]
+        owners = [rref.owner() for rref in self._rrefs]
         return worker, owners, what, worker.resolve_timeout(timeout), errors
 
     def _method(

@@ -25,9 +25,10 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     RRefError,
     TransportError,
+    UnknownWorkerError,
 )
 from zmqgrad.rpc.calls import Description, PendingCall, describe, refused_wait
-from zmqgrad.rpc.membership.worker_info import WorkerRecord
+from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.rpc.raising import copy_exception
 from zmqgrad.rpc.relaying import offer_frames, retract
 from zmqgrad.rpc.remote_errors import summarize
@@ -36,7 +37,7 @@ from zmqgrad.rpc.serialization.context import SerializationContext, SerializedPa
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
-from zmqgrad.runtime.clock import monotonic_ns
+from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport import tap
 
@@ -58,18 +59,18 @@ class SharedCall:
 
     Args:
         worker: the caller.
-        peers: the workers.
+        members: the workers.
         serialize: serializes it for the workers of one context.
     """
 
     def __init__(
         self,
         worker: Worker,
-        peers: Sequence[WorkerRecord],
+        members: Sequence[WorkerInfo],
         serialize: Callable[[SerializationContext], Serialized],
     ) -> None:
         self._worker = worker
-        self._peers = peers
+        self._members = members
         self._serialize = serialize
         self._ready: dict[bool, Serialized] = {}  # by main_by_reference
         self._placed: dict[tuple[int, bool], Serialized] = {}  # by id, and whether for this host
@@ -95,7 +96,7 @@ class SharedCall:
     def _place(self, ready: Serialized, peer: WorkerRecord) -> Serialized:
         """Members on this host read the same memory. Those of another one get large frames once, and pass
         them on."""
-        here = self._is_local(peer)
+        here = self._is_local(peer.id)
         placed = self._placed.get((id(ready), here))
         if placed is not None:
             return placed
@@ -111,18 +112,17 @@ class SharedCall:
         self._placed[id(ready), here] = reference, serialized
         return self._placed[id(ready), here]
 
-    def _is_local(self, peer: WorkerRecord) -> bool:
+    def _is_local(self, peer: int) -> bool:
         try:
-            return self._worker.mailbox.is_local(peer.id)
+            return self._worker.mailbox.is_local(peer)
         except TransportError:  # as sending to it will raise
             return False
 
     def _has_neighbour(self, peer: WorkerRecord) -> bool:
         """Whether another of the workers is on the host of ``peer``, which is not this one."""
-        return any(
-            other.host == peer.host and other.id != peer.id and not self._is_local(other)
-            for other in self._peers
-        )
+        found = self._worker.membership.find_known
+        others = [other for info in self._members if info.id != peer.id and (other := found(info.id))]
+        return any(other.host == peer.host and not self._is_local(other.id) for other in others)
 
     def release(self, replies: Iterable[Promise[Any]]) -> None:
         """All messages were sent: what they share goes with its last reader, or the last of ``replies``."""
@@ -134,11 +134,11 @@ class SharedCall:
 
 @dataclass(slots=True)
 class GroupCall:
-    """A call to ``peers``, with one deadline.
+    """A call to ``members``, with one deadline.
 
     Args:
         worker: the caller.
-        peers: the members, as they are when the call is made.
+        members: of the group, as they are when the call is made.
         what: the function, for errors.
         seconds: the timeout; 0 for no limit.
         errors: what becomes of errors.
@@ -147,7 +147,7 @@ class GroupCall:
     """
 
     worker: Worker
-    peers: Sequence[WorkerRecord]
+    members: Sequence[WorkerInfo]
     what: Description
     seconds: float
     errors: OnErrors
@@ -158,24 +158,23 @@ class GroupCall:
     _span: tap.GroupSpan | None = None
 
     def send(self, reply_to: int = 0) -> list[PendingCall | Exception]:
-        """Send the request of each member; of one that is lost, or failed before, the result is the error.
+        """Send the request of each member; of one that is lost or unknown, or failed before, it is the error.
 
         Raises:
             Exception: what else ``request`` raises. Then the requests that were sent are given up.
         """
-        now = self.worker.clock.now
-        deadline = now() + self.seconds
+        deadline = Deadline.after(self.seconds or None, self.worker.clock)
         sent: list[PendingCall | Exception] = []
         self._began = monotonic_ns()
         if tap.spans is not None:
-            self._span = tap.spans.group(describe(self.what), self.worker.name, len(self.peers))
+            self._span = tap.spans.group(describe(self.what), self.worker.name, len(self.members))
         try:
             with nullcontext() if self._span is None else self._span.parent():
-                for index, peer in enumerate(self.peers):
-                    left = max(1e-6, deadline - now()) if self.seconds else 0.0  # 0 would be no limit
+                for index, member in enumerate(self.members):
                     try:
-                        sent.append(self.request(index, peer, left, reply_to))
-                    except (PeerLostError, RpcTimeoutError, RRefError) as e:
+                        peer = self.worker.membership.record(member.id, deadline.timeout())
+                        sent.append(self.request(index, peer, deadline.call_timeout(), reply_to))
+                    except (PeerLostError, RpcTimeoutError, RRefError, UnknownWorkerError) as e:
                         sent.append(copy_exception(e))
         except BaseException as e:
             self._sent = sent
@@ -206,7 +205,7 @@ class GroupCall:
             GroupError: if members failed, and errors are raised.
         """
         worker = self.worker
-        port = worker.ports.acquire_any([peer.id for peer in self.peers])
+        port = worker.ports.acquire_any([member.id for member in self.members])
         complete = False
         try:
             sent = self.send(port.number)
@@ -287,8 +286,10 @@ class GroupCall:
 
     def _names(self) -> list[str]:
         """The names of the members. A worker that owns several references is several members."""
-        counts = Counter(peer.name for peer in self.peers)
-        return [p.name if counts[p.name] == 1 else f"{p.name} (member {i})" for i, p in enumerate(self.peers)]
+        counts = Counter(m.name for m in self.members)
+        return [
+            m.name if counts[m.name] == 1 else f"{m.name} (member {i})" for i, m in enumerate(self.members)
+        ]
 
     def _error(
         self, results: dict[str, Any], errors: dict[str, Exception], late: Sequence[str]
@@ -298,7 +299,7 @@ class GroupCall:
             reasons.insert(0, f"no reply within {self.seconds:g} s from {', '.join(late)}")
         in_time = [error for error in errors.values() if not isinstance(error, RpcTimeoutError)]
         kind = GroupError if in_time else GroupTimeoutError
-        what, count = describe(self.what), f"{len(errors)} of {len(self.peers)} members"
+        what, count = describe(self.what), f"{len(errors)} of {len(self.members)} members"
         return kind(f"{what} failed on {count} of the group: {'; '.join(reasons)}", results, errors)
 
 
@@ -322,15 +323,15 @@ def send_call(
 
 
 def same_for_all(
-    worker: Worker, peers: Sequence[WorkerRecord], what: Sequence[Any], seconds: float, errors: OnErrors
+    worker: Worker, members: Sequence[WorkerInfo], what: Sequence[Any], seconds: float, errors: OnErrors
 ) -> GroupCall:
-    """A call of ``what``: function, args and kwargs, which are the same for all ``peers``."""
-    shared = SharedCall(worker, peers, partial(serialize_call, *what))
+    """A call of ``what``: function, args and kwargs, which are the same for all ``members``."""
+    shared = SharedCall(worker, members, partial(serialize_call, *what))
 
     def request(_: int, peer: WorkerRecord, left: float, reply_to: int) -> PendingCall:
         return send_call(worker, peer, shared.to(peer), left, reply_to, what)
 
-    return GroupCall(worker, peers, what[0], seconds, errors, request, shared)
+    return GroupCall(worker, members, what[0], seconds, errors, request, shared)
 
 
 def check_length(sets: Sequence[Any], members: Sequence[Any], group: object) -> None:

@@ -131,13 +131,14 @@ class Membership:
             f"Cannot get WorkerInfo from name {to!r}: a worker is a name, a rank or a WorkerInfo"
         )
 
-    def record(self, worker_id: int) -> WorkerRecord:
+    def record(self, worker_id: int, seconds: float | None = None) -> WorkerRecord:
         """The record of a worker, present or former. The store is queried only if the id is unknown here.
 
         Raises:
             UnknownWorkerError: if no worker has the id.
+            RpcTimeoutError: if the store did not reply in ``seconds`` (None: no limit).
         """
-        return self._by_id.get(worker_id) or self.find(worker_id)
+        return self._by_id.get(worker_id) or self.find(worker_id, seconds)
 
     def find_known(self, worker_id: int) -> WorkerRecord | None:
         """The record of a worker, present or former; None if the id is unknown here."""

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         return f"WorkerInfo(id={self.id}, name={self.name})"
 
 
+_info = lru_cache(maxsize=4096)(WorkerInfo)
+"""As the class. To check a name takes longer than all else that a group call does for one member."""
+
+
 class WorkerRecord(msgspec.Struct, frozen=True):
     """What a worker publishes about itself.
 
@@ -60,7 +65,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     @property
     def info(self) -> WorkerInfo:
         """The public part."""
-        return WorkerInfo(self.name, self.id)
+        return _info(self.name, self.id)
 
 
 def check_name(name: object) -> str:
