@@ -195,6 +195,32 @@ def test_parts(trio: Cluster) -> None:
         rpc.subscribe("policy", narrow={"x": (0, 90, 20)})
 
 
+def test_who_reads_a_part_as_well_still_passes_on_the_whole() -> None:
+    """Worker 1 fetches for its host; a part arrives there before the whole does."""
+    with cluster(3, hosts="abb") as c:
+        rpc.publish("policy", state(1.0))
+        readers = []
+        for rank in (1, 2):
+            with c.acting(rank):
+                readers.append(rpc.subscribe("policy"))
+        before = c.workers[0].mailbox.statistics()["bytes_sent"]
+        with c.network.hold(MessageType.RESULT, 1, source=0, target=1) as whole:
+            rpc.publish("policy", state(2.0))
+            whole.wait()
+            eventually(lambda: calls_between(c, 2, 1), lambda n: n == 2)
+            with c.acting(1), rpc.subscribe("policy", narrow={"b": None}) as part:
+                assert (part.version, values(part.tensors)) == (2, {2.0})
+        assert [values(reader.wait(1)) for reader in readers] == [{2.0}, {2.0}]
+        size = sum(t.nbytes for t in state(2.0).values())
+        assert c.workers[0].mailbox.statistics()["bytes_sent"] - before < 1.5 * size
+
+
+def calls_between(c: Cluster, source: int, target: int) -> int:
+    """How many calls ``source`` has sent to ``target``."""
+    kinds = [(m.envelope.type, m.envelope.source, m.target) for m in list(c.network.history)]
+    return kinds.count((MessageType.CALL, source, target))
+
+
 def test_a_callback_and_an_iterator_get_the_versions(trio: Cluster) -> None:
     heard: SimpleQueue[Any] = SimpleQueue()
     rpc.publish("policy", state(1.0))

@@ -205,7 +205,6 @@ class Subscription:
             if self._closed:
                 return
             self._current, self._error = tensors, None
-        self._shelf.seen(self._name, self._reading, tensors.version)
         self._notify()
         if self._callback is not None:
             self._callback(tensors)
@@ -229,6 +228,8 @@ class Subscription:
         )
         if version is None:  # another worker publishes it by now, which will be announced
             return None
+        if not version.narrowed:  # another subscription of this worker may be the one that relays all of it
+            self._shelf.seen(self._name, self._reading, version.number)
         parts = None if version.narrowed else self._narrow
         tensors = PublishedTensors(take_parts(version.places, version.blocks, parts))
         tensors.version = version.number
