@@ -193,6 +193,10 @@ def test_parts(trio: Cluster) -> None:
         rpc.subscribe("policy", narrow={"w": None})
     with pytest.raises(ConfigurationError, match=r"'x' has the shape \(100, 80\)"):
         rpc.subscribe("policy", narrow={"x": (0, 90, 20)})
+    with pytest.raises(ArgumentTypeError, match="narrow is a mapping of names"):
+        rpc.subscribe("policy", narrow=["x"])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"changed is several names, as \['x'\]"):
+        rpc.publish("policy", {"x": x}, changed="x")
 
 
 def test_who_reads_a_part_as_well_still_passes_on_the_whole() -> None:

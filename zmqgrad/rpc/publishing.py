@@ -129,6 +129,8 @@ def publish(
     worker = current_worker()
     if not isinstance(name, str) or not name:
         raise ArgumentTypeError(f"publish: a name is a string of at least one character, not {name!r}")
+    if isinstance(changed, str):
+        raise ArgumentTypeError(f"publish: changed is several names, as [{changed!r}], not one")
     began, checked = monotonic_ns(), _checked(tensors)
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     shelf = shelf_of(worker)

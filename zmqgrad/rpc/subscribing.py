@@ -261,6 +261,7 @@ def subscribe(
     Raises:
         RpcTimeoutError: if there is no version in time; it says which names there are.
         ConfigurationError: if there is no such part.
+        ArgumentTypeError: if ``name`` or ``narrow`` is no such thing.
 
     Example:
         >>> version = rpc.publish("weights", {"bias": torch.ones(2)})
@@ -271,6 +272,10 @@ def subscribe(
     worker = current_worker()
     if not isinstance(name, str) or not name:
         raise ArgumentTypeError(f"subscribe: a name is a string of at least one character, not {name!r}")
+    if narrow is not None and not isinstance(narrow, Mapping):
+        raise ArgumentTypeError(
+            f"subscribe: narrow is a mapping of names to (dim, start, length) or None, not {narrow!r}"
+        )
     subscription = Subscription(worker, name, narrow, callback)
     try:
         subscription.wait(0, timeout)
