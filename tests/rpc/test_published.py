@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -132,6 +133,26 @@ def test_what_a_closed_subscription_held_is_freed_at_once(trio: Cluster) -> None
         gc.enable()
 
 
+def test_what_a_subscription_held_that_has_failed_is_freed_at_once(trio: Cluster) -> None:
+    """Its error refers to no version."""
+    rpc.publish("policy", state(1.0))
+    with trio.acting(1):
+        subscription = rpc.subscribe("policy", narrow={"a": None, "b": None})
+    held = weakref.ref(subscription.tensors["a"].untyped_storage())
+    gc.collect()
+    gc.disable()
+    try:
+        rpc.publish("policy", {"a": torch.ones(1)})
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="no tensor is named b"):
+                subscription.wait(1)
+        subscription.close()
+        del subscription
+        eventually(lambda: held() is None)
+    finally:
+        gc.enable()
+
+
 def test_what_a_reader_writes_is_seen_by_nobody_else(trio: Cluster) -> None:
     rpc.publish("policy", state(1.0))
     with trio.acting(1):
@@ -195,6 +216,8 @@ def test_parts(trio: Cluster) -> None:
         rpc.subscribe("policy", narrow={"x": (0, 90, 20)})
     with pytest.raises(ArgumentTypeError, match="narrow is a mapping of names"):
         rpc.subscribe("policy", narrow=["x"])  # type: ignore[arg-type]
+    with rpc.subscribe("policy", narrow={}, timeout=math.inf) as nothing:
+        assert (nothing.version, nothing.tensors) == (1, {})
     with pytest.raises(ArgumentTypeError, match=r"changed is several names, as \['x'\]"):
         rpc.publish("policy", {"x": x}, changed="x")
 
@@ -243,6 +266,31 @@ def test_a_callback_and_an_iterator_get_the_versions(trio: Cluster) -> None:
 
     assert asyncio.run(asyncio.wait_for(follow(), WAIT)) == [1, 2, 3]
     assert [heard.get(timeout=WAIT), heard.get(timeout=WAIT)] == [2, 3]
+
+
+def test_an_iterator_that_waits_can_be_cancelled_and_ends_with_the_subscription(trio: Cluster) -> None:
+    rpc.publish("policy", state(1.0))
+    subscription = rpc.subscribe("policy")
+
+    async def follow(seen: list[int]) -> None:
+        async for tensors in subscription:
+            seen.append(tensors.version)
+
+    async def run() -> list[int]:
+        seen: list[int] = []
+        first, second = asyncio.create_task(follow(seen)), asyncio.create_task(follow(seen))
+        while len(seen) < 2:
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.to_thread(rpc.publish, "policy", state(2.0))
+        await asyncio.to_thread(eventually, lambda: len(seen) == 3)
+        subscription.close()
+        with pytest.raises(NotInitializedError, match="was closed"):
+            await second
+        assert first.cancelled()
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(run(), WAIT)) == [1, 1, 2]
 
 
 def test_waits_for_a_first_version(trio: Cluster) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from typing import Any
 
 import msgspec
 import torch
@@ -19,11 +18,14 @@ from zmqgrad.errors import (
     UnknownWorkerError,
 )
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.publishing import PREFIX, Announcement, Slice, fetch_version, take_parts
+from zmqgrad.rpc.raising import copy_exception
 from zmqgrad.rpc.relaying import fetch, shelf_of
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.blocking import blocking_section
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.future import Promise
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +72,11 @@ class Subscription:
         self._narrow = narrow
         self._callback = callback
         self._shelf = shelf_of(worker)
-        self._changed = threading.Condition()  # guards all below
+        self._lock = threading.Lock()  # guards all below
         self._current: PublishedTensors | None = None
         self._error: Exception | None = None
-        self._wakers: list[Callable[[], object]] = []
         self._closed = False
+        self._changed: Promise[None] = Promise()  # done with the next change of these
         self._reading = self._shelf.begin(name)
         self._follower = worker.directory.follow(PREFIX + name, self._step, self._end)
 
@@ -105,25 +107,39 @@ class Subscription:
             Exception: what fetching a version raised.
         """
         seconds = self._worker.resolve_timeout(timeout)
+        deadline = Deadline.after(seconds or None)
         last = self.version if newer_than is None else newer_than
-        with blocking_section(), self._changed:
-            self._changed.wait_for(lambda: self._is_ready(last), seconds or None)
-            found = self._newer(last)
-        if found is None:
-            raise RpcTimeoutError(self._explain(last, seconds))
-        return found
+        while True:
+            found, changed = self._newer(last)
+            if found is not None:
+                return found
+            if not changed.wait_done(deadline.timeout()):
+                raise RpcTimeoutError(self._explain(last, seconds))
 
-    def _is_ready(self, last: int) -> bool:
-        return self._closed or self._error is not None or self.version > last
+    def _newer(self, last: int) -> tuple[PublishedTensors | None, Promise[None]]:
+        """The version that is newer than ``last``, or None; and what is done with the next change."""
+        with self._lock:
+            if self._closed:
+                raise NotInitializedError(f"the subscription to {self._name!r} was closed")
+            found = self._current if self.version > last else None
+            if found is None and self._error is not None:
+                raise copy_exception(self._error)
+            return found, self._changed
 
-    def _newer(self, last: int) -> PublishedTensors | None:
-        if self._closed:
-            raise NotInitializedError(f"the subscription to {self._name!r} was closed")
-        if self.version > last:
-            return self._current
-        if self._error is not None:
-            raise self._error
-        return None
+    def _change(
+        self, tensors: PublishedTensors | None, error: Exception | None = None, closed: bool = False
+    ) -> bool:
+        """Set what waits end with. Returns False if this was closed before."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._current = self._current if tensors is None else tensors
+            self._error, self._closed = error, closed
+            changed = self._changed
+            if not closed:
+                self._changed = Promise()
+        changed.set_result(None)
+        return True
 
     def _explain(self, last: int, seconds: float) -> str:
         worker, directory = self._worker, self._worker.directory
@@ -134,35 +150,27 @@ class Subscription:
             what = f"the names are {names}" if names else "nothing is published in this group"
             return f"{worker.name}: nothing is published as {self._name!r} after {seconds:g} s; {what}"
         name = worker.membership.name_of(own.publisher)
-        lost = f", which is lost: {worker.lost[own.publisher]}" if own.publisher in worker.lost else ""
+        lost = ""
+        if own.publisher in worker.lost:
+            lost = f", which is lost: {worker.lost[own.publisher]}"
+        elif worker.membership.find_known(own.publisher) is None:  # fetching from it has looked for it
+            lost = ", which had left before this worker joined"
         return (
             f"{worker.name}: no version of {self._name!r} newer than {last} is here after {seconds:g} s; "
             f"{name} has published version {own.version}{lost}"
         )
 
     async def __aiter__(self) -> AsyncIterator[PublishedTensors]:
-        last, loop = 0, asyncio.get_running_loop()
+        last = 0
         while True:
-            woken = asyncio.Event()
-
-            def wake(woken: asyncio.Event = woken) -> None:
-                with suppress(RuntimeError):  # the loop was closed without the iterator
-                    loop.call_soon_threadsafe(woken.set)
-
-            with self._changed:
-                found = self._newer(last)
-                if found is None:
-                    self._wakers.append(wake)
+            found, changed = self._newer(last)
             if found is None:
-                try:
-                    await woken.wait()
-                finally:
-                    with self._changed:
-                        if wake in self._wakers:
-                            self._wakers.remove(wake)
-                continue
-            last = found.version
-            yield found
+                woken: PythonFuture[Any] = PythonFuture()
+                changed.add_done_callback(woken.set_result)
+                await woken
+            else:
+                last = found.version
+                yield found
 
     def __repr__(self) -> str:
         return f"<Subscription to {self._name!r}, {'closed, ' if self._closed else ''}version {self.version}>"
@@ -172,10 +180,8 @@ class Subscription:
         self._follower.close()
 
     def _end(self) -> None:
-        with self._changed:
-            self._closed = True
+        self._change(None, closed=True)
         self._shelf.end(self._name, self._reading)
-        self._notify()
 
     def __enter__(self) -> Subscription:
         return self
@@ -195,26 +201,10 @@ class Subscription:
             logger.info("%s: the last version of %r stays: %s", self._worker.name, self._name, e)
             return
         except Exception as e:
-            with self._changed:
-                self._error = e
-            self._notify()
+            self._change(None, copy_exception(e))  # its traceback refers to the tensors
             return
-        if tensors is None:
-            return
-        with self._changed:
-            if self._closed:
-                return
-            self._current, self._error = tensors, None
-        self._notify()
-        if self._callback is not None:
+        if tensors is not None and self._change(tensors) and self._callback is not None:
             self._callback(tensors)
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-            wakers, self._wakers = self._wakers, []
-        for wake in wakers:
-            wake()
 
     def _fetch(self, announced: Announcement) -> PublishedTensors | None:
         version = fetch(
@@ -253,6 +243,7 @@ def subscribe(
         narrow: the tensors that this reader wants, and of each the part ``(dim, start, length)``, or None:
             all of it. None: all tensors. Of these parts only, a reader of another host fetches the bytes.
         callback: called with each version, in an engine thread, one call at a time; what it raises is logged.
+            It must not wait for the next version, which is fetched once it has returned.
         timeout: seconds to wait for a version; 0 for no limit; default: the worker's.
 
     Returns:
