@@ -199,7 +199,7 @@ def test_a_name_dies_with_its_owner(trio: Cluster) -> None:
     rref = rpc.remote(1, Replay, name="replay")
     rpc.get_ref("replay")
     lose(trio, 1)
-    with pytest.raises(RpcTimeoutError):
+    with pytest.raises(RpcTimeoutError, match="no object has a name"):
         rpc.get_ref("replay", timeout=0.05)
     rpc.remote(2, Replay, args=(8,), name="replay")
     assert rpc.get_ref("replay").rpc_sync().get_size() == 8

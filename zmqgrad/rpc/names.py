@@ -177,7 +177,9 @@ def get_ref(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
     deadline = Deadline.after(seconds or None)
     found = directory.wait_for(key, lambda: _find(worker, directory.read(key), deadline), deadline)
     if found is None:
-        names = sorted(n for n, raw in directory.list(_PREFIX) if raw and b'"ready":true' in raw)
+        claims = {n: msgspec.json.decode(raw, type=_Claim) for n, raw in directory.list(_PREFIX) if raw}
+        present = {record.id for record in worker.membership.all()}
+        names = sorted(n for n, claim in claims.items() if claim.ready and claim.owner in present)
         raise RpcTimeoutError(
             f"{worker.name}: there is no object named {name!r} after {seconds:g} s; "
             f"{'the names are ' + ', '.join(names) if names else 'no object has a name'}. Names are given by "
