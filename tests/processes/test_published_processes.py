@@ -161,6 +161,10 @@ def map_and_leave(rank: int) -> dict[str, Any]:
                 rpc.publish("policy", {"a": torch.full((MB,), value)}, timeout=0.5)
         except RpcTimeoutError as e:
             result["full"] = str(e)
+        try:
+            rpc.publish("policy", {"a": torch.zeros(LIMIT)}, timeout=0)
+        except RpcTimeoutError as e:
+            result["larger"] = str(e)
         rpc.barrier(["w0", "w1", "w2"])  # the readers drop what they hold
         result["next"] = rpc.publish("policy", {"a": torch.full((MB,), 6.0)})
         rpc.barrier(["w0", "w1", "w2"])
@@ -187,7 +191,9 @@ def test_readers_map_versions_and_memory_is_bounded() -> None:
     publisher, *readers = run_processes(map_and_leave, 3)
     assert publisher["copied"] == 0
     assert "These workers hold versions: version 1 of 'policy': w" in publisher["full"]
+    assert "Let readers drop" in publisher["full"]
     assert "arena_limit" in publisher["full"]
+    assert "Raise RpcBackendOptions(arena_limit" in publisher["larger"]
     for reader in readers:
         assert reader["mapped"] >= 1
         assert reader["held"][:3] == [{1.0}, {2.0}, {3.0}]

@@ -146,7 +146,7 @@ def publish(
             plan = _Plan(fresh, worker.ids.next())
             size = plan.size
             block = allocate(worker, published, size, deadline)
-            plan.fill(block, worker.mailbox.write if hasattr(block, "lease") else None)
+            plan.fill(block, worker.mailbox.write if hasattr(block, "lease") else _write)
             blocks[next(iter(plan.places.values())).block] = block
             places.update(plan.places)
             published.note_lease(name, number, block)
@@ -268,14 +268,18 @@ class _Plan:
             self.places[key] = Place(block, offset, NAMES[t.dtype], tuple(t.shape))
         self.size = max(self.size, 1)
 
-    def fill(self, block: Any, write: Callable[[Any, int, memoryview], None] | None = None) -> Any:
+    def fill(self, block: Any, write: Callable[[Any, int, memoryview], None]) -> Any:
         """Copy the tensors to ``block``, those that are contiguous by ``write``. Returns ``block``."""
         for offset, t in self._contents.values():
-            if write is not None and t.is_contiguous() and not (t.is_conj() or t.is_neg()):
+            if t.is_contiguous() and not (t.is_conj() or t.is_neg()):
                 write(block, offset, window(t, t.data_ptr(), t.nbytes))
             else:
                 tensor_at(block, Place(0, offset, NAMES[t.dtype], tuple(t.shape))).copy_(t)
         return block
+
+
+def _write(block: bytearray, offset: int, data: memoryview) -> None:
+    block[offset : offset + len(data)] = data  # as bytes: torch copies no tensors of some dtypes
 
 
 def allocate(worker: Worker, published: Published, size: int, deadline: Deadline) -> Any:
@@ -292,10 +296,10 @@ def allocate(worker: Worker, published: Published, size: int, deadline: Deadline
     arena = worker.mailbox.statistics()["arena"]
     held = published.holders(worker)
     who = f"These workers hold versions: {held}. " if held else ""
+    wait = "Let readers drop the tensors of older versions, or raise" if size <= arena["limit"] else "Raise"
     raise RpcTimeoutError(
         f"{worker.name}: no shared memory for a version of {size} bytes ({block}): {arena['bytes_leased']} "
-        f"of {arena['limit']} are leased. {who}Let readers "
-        f"drop the tensors of older versions, or raise RpcBackendOptions(arena_limit=BYTES)"
+        f"of {arena['limit']} are leased. {who}{wait} RpcBackendOptions(arena_limit=BYTES)"
     )
 
 
@@ -332,7 +336,8 @@ def fetch_version(
 def _narrowed(version: Version, parts: Mapping[str, Slice | None]) -> Version:
     """A version with only these parts of its tensors, in a block of its own."""
     plan = _Plan(take_parts(version.places, version.blocks, parts), 0)
-    return Version(version.number, version.source, plan.places, {0: plan.fill(bytearray(plan.size))}, True)
+    blocks = {0: plan.fill(bytearray(plan.size), _write)}
+    return Version(version.number, version.source, plan.places, blocks, narrowed=True)
 
 
 def take_parts(
