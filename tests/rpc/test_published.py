@@ -369,8 +369,22 @@ class LostStore:
             self.store.compare_set(key, expected, desired)
         raise StoreTimeoutError("no reply")
 
+    def list_keys(self, prefix: str) -> list[str]:
+        """Fail."""
+        raise StoreTimeoutError("no reply")
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
+
+
+def test_a_wait_times_out_though_the_store_is_lost(trio: Cluster) -> None:
+    rpc.publish("policy", state(1.0))
+    subscription, directory = rpc.subscribe("policy"), trio.workers[0].directory
+    store = directory.shared()
+    directory.store = LostStore(store, announces=False)  # type: ignore[assignment]
+    with pytest.raises(RpcTimeoutError, match=r"no version of 'policy' is announced after 0.01 s: no reply"):
+        subscription.wait(timeout=0.01)
+    directory.store = store
 
 
 @pytest.mark.parametrize("next_publisher", [0, 1])

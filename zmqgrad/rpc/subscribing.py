@@ -15,6 +15,7 @@ from zmqgrad.errors import (
     NotInitializedError,
     PeerLostError,
     RpcTimeoutError,
+    StoreError,
     UnknownWorkerError,
 )
 from zmqgrad.rpc.current import current_worker
@@ -143,7 +144,11 @@ class Subscription:
 
     def _explain(self, last: int, seconds: float) -> str:
         worker, directory = self._worker, self._worker.directory
-        found = {name: msgspec.json.decode(raw, type=Announcement) for name, raw in directory.list(PREFIX)}
+        try:
+            listed = directory.list(PREFIX)
+        except StoreError as e:
+            return f"{worker.name}: no version of {self._name!r} is announced after {seconds:g} s: {e}"
+        found = {name: msgspec.json.decode(raw, type=Announcement) for name, raw in listed}
         own = found.get(self._name)
         if own is None:
             names = ", ".join(sorted(found))
