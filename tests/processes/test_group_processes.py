@@ -16,7 +16,6 @@ from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import GroupError, PeerLostError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.relaying import shelf_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -129,7 +128,7 @@ def far_total(dies: str, x: torch.Tensor) -> tuple[str, float]:
 
 def all_is_free() -> None:
     """Wait until nobody reads memory of this worker, and it passes nothing on."""
-    eventually(lambda: leased() == 0 and not shelf_of(current_worker()).keys())
+    eventually(lambda: leased() == 0 and not current_worker().shelf.keys())
 
 
 def across(rank: int) -> int:

@@ -28,7 +28,7 @@ from zmqgrad.errors import (
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.relaying import Place, Redirection, Version, offer, shelf_of
+from zmqgrad.rpc.relaying import Place, Redirection, Version, offer
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
@@ -133,7 +133,7 @@ def publish(
         raise ArgumentTypeError(f"publish: changed is several names, as [{changed!r}], not one")
     began, checked = monotonic_ns(), _checked(tensors)
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
-    shelf = shelf_of(worker)
+    shelf = worker.shelf
     published: Published = worker.hooks.extensions.setdefault("published", Published())
     with _acquired(published.making, deadline):
         raw, last = _last(worker, name, deadline)
@@ -328,7 +328,7 @@ def fetch_version(
     """
     worker, request = current_worker(), served()
     if narrow is not None and request is not None and not worker.mailbox.is_local(request.source):
-        version = shelf_of(worker).newest(name, newest)
+        version = worker.shelf.newest(name, newest)
         return None if version is None else _narrowed(version, narrow)
     return offer(name, newest, failed, known)
 

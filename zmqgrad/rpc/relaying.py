@@ -268,15 +268,6 @@ class Shelf:
             self._changed.notify_all()
 
 
-def shelf_of(worker: Worker) -> Shelf:
-    """The shelf of ``worker``."""
-    extensions = worker.hooks.extensions
-    if "shelf" not in extensions:
-        extensions.setdefault("shelf", Shelf(worker))
-    shelf: Shelf = extensions["shelf"]
-    return shelf
-
-
 # ---- what readers call ------------------------------------------------------------------------------------
 
 
@@ -293,7 +284,7 @@ def offer(key: Key, newest: int, failed: int, known: Collection[int]) -> Version
         None if there is none.
     """
     worker, request = current_worker(), served()
-    shelf = shelf_of(worker)
+    shelf = worker.shelf
     if request is None:
         return None
     reader = request.source
@@ -310,7 +301,7 @@ def offer(key: Key, newest: int, failed: int, known: Collection[int]) -> Version
 
 def relayed(key: Key, number: int) -> Version | None:
     """Runs on a relay: version ``number`` or a later one, once it is here; None if it does not come."""
-    return shelf_of(current_worker()).wait_for(key, number)
+    return current_worker().shelf.wait_for(key, number)
 
 
 def fetch(
@@ -338,7 +329,7 @@ def fetch(
     Raises:
         RpcError: if the source is lost, or does not reply while the served call has time left.
     """
-    shelf, failed = shelf_of(worker), -1
+    shelf, failed = worker.shelf, -1
     found: Version | None = None
     while found is None:
         held = shelf.newest(key)
@@ -380,7 +371,7 @@ def offer_frames(worker: Worker, frames: Sequence[Frame]) -> int:
     """Put the frames of a call on the shelf: they must not change. Returns the key for :func:`retract`."""
     key = worker.ids.next()
     blocks = {number: unchanging(frame) for number, frame in enumerate(frames)}
-    shelf_of(worker).put(key, Version(1, worker.id, {}, blocks))
+    worker.shelf.put(key, Version(1, worker.id, {}, blocks))
     return key
 
 
@@ -391,7 +382,7 @@ def complete(inbound: Inbound, key: int) -> Inbound:
         RpcError: if they are not there any more: the sender has ended the call, or is lost.
     """
     worker, source = current_worker(), inbound.envelope.source
-    shelf = shelf_of(worker)
+    shelf = worker.shelf
     reading = shelf.begin(key)
     try:
         version = fetch(worker, key, reading, source, 1)
@@ -422,7 +413,7 @@ def retract(worker: Worker, key: int, replies: Iterable[Promise[Any]]) -> None:
 
 
 def _retract(worker: Worker, key: int) -> None:
-    version = shelf_of(worker).drop(key)
+    version = worker.shelf.drop(key)
     for relay in set() if version is None else set().union(*version.relays.values()):
         try:
             worker.call(relay, _forget, (key,), timeout=0)
@@ -432,4 +423,4 @@ def _retract(worker: Worker, key: int) -> None:
 
 def _forget(key: int) -> None:
     """Runs on a relay: no reader is left."""
-    shelf_of(current_worker()).drop(key)
+    current_worker().shelf.drop(key)

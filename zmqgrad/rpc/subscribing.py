@@ -23,7 +23,7 @@ from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.publishing import PREFIX, Announcement, Slice, fetch_version, take_parts
 from zmqgrad.rpc.raising import copy_exception
-from zmqgrad.rpc.relaying import fetch, shelf_of
+from zmqgrad.rpc.relaying import fetch
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
@@ -72,13 +72,12 @@ class Subscription:
         self._name = name
         self._narrow = narrow
         self._callback = callback
-        self._shelf = shelf_of(worker)
         self._lock = threading.Lock()  # guards all below
         self._current: PublishedTensors | None = None
         self._error: Exception | None = None
         self._closed = False
         self._changed: Promise[None] = Promise()  # done with the next change of these
-        self._reading = self._shelf.begin(name)
+        self._reading = worker.shelf.begin(name)
         self._follower = worker.directory.follow(PREFIX + name, self._step, self._end)
 
     @property
@@ -186,7 +185,7 @@ class Subscription:
 
     def _end(self) -> None:
         self._change(None, closed=True)
-        self._shelf.end(self._name, self._reading)
+        self._worker.shelf.end(self._name, self._reading)
 
     def __enter__(self) -> Subscription:
         return self
@@ -224,7 +223,7 @@ class Subscription:
         if version is None:  # another worker publishes it by now, which will be announced
             return None
         if not version.narrowed:  # another subscription of this worker may be the one that relays all of it
-            self._shelf.seen(self._name, self._reading, version.number)
+            self._worker.shelf.seen(self._name, self._reading, version.number)
         parts = None if version.narrowed else self._narrow
         tensors = PublishedTensors(take_parts(version.places, version.blocks, parts))
         tensors.version = version.number

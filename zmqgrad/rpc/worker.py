@@ -23,6 +23,7 @@ from zmqgrad.rpc.directory import Directory
 from zmqgrad.rpc.membership.membership import Membership
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.peer_contexts import PeerContexts
+from zmqgrad.rpc.relaying import Shelf
 from zmqgrad.rpc.replies import ReplyDecoder
 from zmqgrad.rpc.reply_port import ReplyPorts
 from zmqgrad.rpc.rref.table import ReferenceTable
@@ -80,6 +81,7 @@ class Worker(WorkerCore):
         self.reply = self.server.reply
         self.references.connect(self.request, self.reply)
         self.directory = Directory(self)
+        self.shelf = Shelf(self)
         self._is_shut = threading.Event()  # close() has done its work
 
     def _prepare_thread(self) -> None:

@@ -14,7 +14,6 @@ from tests.support.waiting import eventually
 from zmqgrad import autograd, rpc
 from zmqgrad.errors import GroupError, PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.relaying import shelf_of
 from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import MessageType
@@ -37,7 +36,7 @@ def hosts(clock: ManualClock) -> Iterator[Cluster]:
     runs.clear()
     with cluster(6, clock=clock, hosts="aabbbb") as c:
         yield c
-        eventually(lambda: [shelf_of(worker).keys() for worker in c.workers], lambda left: not any(left))
+        eventually(lambda: [worker.shelf.keys() for worker in c.workers], lambda left: not any(left))
 
 
 def names(*ranks: int) -> list[str]:
@@ -192,7 +191,7 @@ def test_a_slow_member_is_waited_for_during_half_of_the_time(clock: ManualClock,
 def test_who_has_nothing_to_pass_on_says_so(hosts: Cluster) -> None:
     """The frames are dropped on their way to worker 2, as if its call were over: the others ask again."""
     with relay_2_is_late(hosts) as future:
-        shelf = shelf_of(hosts.workers[2])
+        shelf = hosts.workers[2].shelf
         (key,) = shelf.keys()
         shelf.drop(key)
         eventually(lambda: sum(runs.values()) == 3)
@@ -203,7 +202,7 @@ def test_a_caller_that_is_lost_leaves_nothing(hosts: Cluster) -> None:
     with relay_2_is_late(hosts) as future:
         for rank in FAR:
             lose(hosts, 0, [rank])
-        eventually(lambda: not any(shelf_of(hosts.workers[rank]).keys() for rank in FAR))
+        eventually(lambda: not any(hosts.workers[rank].shelf.keys() for rank in FAR))
         lose(hosts, 2, [0])
         for rank in (3, 4, 5):
             lose(hosts, rank, [0])
@@ -218,4 +217,4 @@ def test_a_call_that_is_over_leaves_nothing(clock: ManualClock, hosts: Cluster) 
         clock.advance(21.0)
         with pytest.raises(GroupError, match="4 of 4 members"):
             future.wait()
-        eventually(lambda: not any(shelf_of(hosts.workers[rank]).keys() for rank in (0, *FAR)))
+        eventually(lambda: not any(hosts.workers[rank].shelf.keys() for rank in (0, *FAR)))
