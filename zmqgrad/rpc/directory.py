@@ -84,11 +84,7 @@ class Directory:
         if worker_id == worker.id:
             return True
         try:
-            worker.decode(
-                worker.send_and_wait(
-                    lambda: worker.call(worker_id, _reply, timeout=deadline.call_timeout(), waits=True)
-                )
-            )
+            worker.ask(worker_id, _reply, (), deadline.call_timeout())
         except (PeerLostError, UnknownWorkerError):
             return False
         return True

@@ -141,14 +141,9 @@ def _find(worker: Worker, raw: bytes, deadline: Deadline | None = None) -> RRef[
         return _kept(worker).get(claim.number)
     seconds = UNSET_RPC_TIMEOUT if deadline is None else deadline.call_timeout()
     try:
-        rref: RRef[Any] | None = worker.decode(
-            worker.send_and_wait(
-                lambda: worker.call(claim.owner, _lookup, (claim.number,), timeout=seconds, waits=True)
-            )
-        )
+        return worker.ask(claim.owner, _lookup, (claim.number,), seconds)
     except (PeerLostError, UnknownWorkerError):
         return None
-    return rref
 
 
 def get_ref(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
@@ -210,9 +205,7 @@ def remove_ref(name: str) -> bool:
         return False
     claim = msgspec.json.decode(raw, type=_Claim)
     try:
-        worker.decode(
-            worker.send_and_wait(lambda: worker.call(claim.owner, _drop, (claim.number,), waits=True))
-        )
+        worker.ask(claim.owner, _drop, (claim.number,))
     except (PeerLostError, UnknownWorkerError):
         return False
     return True

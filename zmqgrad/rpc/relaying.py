@@ -330,38 +330,29 @@ def fetch(
         RpcError: if the source is lost, or does not reply while the served call has time left.
     """
     shelf, failed = worker.shelf, -1
-    found: Version | None = None
-    while found is None:
+    while True:
         held = shelf.newest(key)
         known = {} if held is None or held.source == worker.id else held.blocks
         if known and held is not None and held.number >= newest:  # for another reader of this worker
-            found = _ask(worker, worker.id, 0, relayed, key, held.number)
-            break
-        reply = _ask(worker, source, 0, offered, key, newest, failed, tuple(known), *more)
-        if not isinstance(reply, Redirection):
-            if reply is None or reply.narrowed or worker.mailbox.is_local(source):
-                found = reply
-                break
-            if shelf.relay(key, reading, reply, known):  # others of this host wait for it
-                found = _ask(worker, worker.id, 0, relayed, key, reply.number)
-                break
-            blocks = {**known, **{number: bytearray(block) for number, block in reply.blocks.items()}}
-            found = replace(reply, blocks=blocks)
-            break
-        failed = reply.relay
-        try:
+            return worker.ask(worker.id, relayed, (key, held.number), 0)
+        reply = worker.ask(source, offered, (key, newest, failed, tuple(known), *more), 0)
+        if isinstance(reply, Redirection):
+            failed = reply.relay
             seconds = min(RELAY_SECONDS, time_left() / 2)
-            found = _ask(worker, failed, seconds, relayed, key, reply.number)
-        except (PeerLostError, UnknownWorkerError, RpcTimeoutError) as e:
-            logger.info("%s: asks worker %d itself for %r instead: %s", worker.name, source, key, e)
-    return found
-
-
-def _ask(worker: Worker, peer: int, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` on ``peer``; at most as long as the served call has time left."""
-    return worker.decode(
-        worker.send_and_wait(lambda: worker.call(peer, function, args, timeout=seconds, waits=True))
-    )
+            try:
+                found = worker.ask(failed, relayed, (key, reply.number), seconds)
+            except (PeerLostError, UnknownWorkerError, RpcTimeoutError) as e:
+                logger.info("%s: asks worker %d itself for %r instead: %s", worker.name, source, key, e)
+            else:
+                if found is not None:
+                    return found
+        elif reply is None or reply.narrowed or worker.mailbox.is_local(source):
+            return reply
+        elif shelf.relay(key, reading, reply, known):  # others of this host wait for it
+            return worker.ask(worker.id, relayed, (key, reply.number), 0)
+        else:
+            blocks = {**known, **{number: bytearray(block) for number, block in reply.blocks.items()}}
+            return replace(reply, blocks=blocks)
 
 
 # ---- the frames of group calls ----------------------------------------------------------------------------

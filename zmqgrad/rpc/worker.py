@@ -11,6 +11,8 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +23,7 @@ from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.current import set_current_worker
 from zmqgrad.rpc.directory import Directory
 from zmqgrad.rpc.membership.membership import Membership
-from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from zmqgrad.rpc.peer_contexts import PeerContexts
 from zmqgrad.rpc.relaying import Shelf
 from zmqgrad.rpc.replies import ReplyDecoder
@@ -33,6 +35,8 @@ from zmqgrad.transport import tap
 from zmqgrad.transport.base import Mailbox, PeerAddress, PeerEnd
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OWN_THREADS_SECONDS = 1.0
 """How long threads that run no code of the program have to end after others have used up the time."""
@@ -161,6 +165,15 @@ class Worker(WorkerCore):
     def _address_of(self, peer: int) -> PeerAddress:
         record = self.membership.record(peer)
         return PeerAddress(record.endpoints, record.incarnation)
+
+    def ask(
+        self, peer: int, function: Callable[..., T], args: Sequence[Any], timeout: float = UNSET_RPC_TIMEOUT
+    ) -> T:
+        """Call ``function(*args)`` on ``peer``, and return its result. Raises what ``rpc_sync`` does."""
+        result: T = self.decode(
+            self.send_and_wait(lambda: self.call(peer, function, args, None, timeout, waits=True))
+        )
+        return result
 
     def counts(self) -> tuple[int, int]:
         """The numbers of requests sent and received so far."""

@@ -216,11 +216,7 @@ class RRef(SerializedByReference, Generic[T]):
             )
         else:
             worker = self._worker
-            worker.decode(
-                worker.wait(
-                    worker.call(self.handle.owner, _backward, (self, dist_autograd_ctx_id, retain_graph))
-                )
-            )
+            worker.ask(self.handle.owner, _backward, (self, dist_autograd_ctx_id, retain_graph))
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The class of the value, or with ``blocking=False`` a future of it. It is requested once.

@@ -89,7 +89,7 @@ def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -
             rref._worker.resolve_timeout(timeout),
         )  # the instance may have it
         owner = rref.handle.owner
-        worker.decode(worker.wait(worker.call(owner, _check_attribute, (rref, seconds, name), None, timeout)))
+        worker.ask(owner, _check_attribute, (rref, seconds, name), timeout)
     content = (rref, rref._worker.resolve_timeout(timeout), name, args, kwargs)
     return rref._call_there(call_own_method, content, timeout)
 
