@@ -9,7 +9,6 @@ interrupt them and the thread pool does not see that one of its threads waits.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.blocking import check_may_wait
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.future import Promise, countdown
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -144,7 +143,7 @@ def _checked(futures: Iterable[F]) -> list[F]:
 def _first_failure(futures: Sequence[Any]) -> Promise[Any]:
     """A promise of the first of ``futures`` that fails, or of None once all of them are done."""
     settled: Promise[Any] = Promise()
-    unfinished = itertools.count(len(futures) - 1, -1)  # counts down; ``next`` is atomic
+    on_result = countdown(len(futures), lambda: settled.set_result(None))
 
     def on_done(future: Any) -> None:
         try:
@@ -152,8 +151,7 @@ def _first_failure(futures: Sequence[Any]) -> Promise[Any]:
         except Exception:
             settled.set_result(future)
         else:
-            if not next(unfinished):
-                settled.set_result(None)
+            on_result(future)
 
     if not futures:
         settled.set_result(None)

@@ -14,7 +14,6 @@ when it has ended: so nothing stays there for ever, in whichever order messages 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
@@ -38,7 +37,7 @@ from zmqgrad.rpc.in_flight import served, time_left
 from zmqgrad.rpc.serialization.pickler import OutOfBand
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.future import Promise, countdown
 from zmqgrad.transport.base import Buffer, Frame, Inbound
 from zmqgrad.transport.shared_memory.packing import unchanging
 from zmqgrad.wire.ids import split_id
@@ -388,16 +387,15 @@ def complete(inbound: Inbound, key: int) -> Inbound:
 
 def retract(worker: Worker, key: int, replies: Iterable[Promise[Any]]) -> None:
     """Take the frames of a call from all shelves when all these ``replies`` are here, or have failed."""
+
+    def submit() -> None:
+        try:
+            worker.submit(partial(_retract, worker, key))
+        except ClosedError as e:
+            logger.debug("%s is closing, and with it its shelf: %s", worker.name, e)
+
     promises = list(replies)
-    unfinished = itertools.count(len(promises), -1)  # counts down; ``next`` is atomic
-
-    def on_done(_: object) -> None:
-        if not next(unfinished):
-            try:
-                worker.submit(partial(_retract, worker, key))
-            except ClosedError as e:
-                logger.debug("%s is closing, and with it its shelf: %s", worker.name, e)
-
+    on_done = countdown(len(promises) + 1, submit)
     for promise in promises:
         promise.add_done_callback(on_done)
     on_done(None)

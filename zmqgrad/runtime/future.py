@@ -8,6 +8,7 @@ by Ctrl-C where ``torch.futures.Future.wait`` is not, and its waits are managed
 from __future__ import annotations
 
 import _thread
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -160,3 +161,14 @@ class Promise(Generic[T]):
             return f"<{type(self).__name__} pending>"
         text = repr(self._error) if self._error is not None else type(cast("Any", self._value)).__name__
         return f"<{type(self).__name__} {text}>"
+
+
+def countdown(count: int, then: Callable[[], object]) -> Callable[[object], None]:
+    """A callback that calls ``then`` when it has been called ``count`` times, in any threads."""
+    left = itertools.count(count - 1, -1)  # ``next`` of it is atomic
+
+    def on_done(_: object) -> None:
+        if not next(left):
+            then()
+
+    return on_done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from zmqgrad.rpc.groups.sending import GroupCall
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.future import Promise, countdown
 
 T = TypeVar("T")
 
@@ -49,10 +48,10 @@ class GroupFuture(PythonFuture[list[T]]):
             ]
         )
         self._call = call
-        unfinished = itertools.count(len(self.futures) - 1, -1)  # counts down; ``next`` is atomic
+        on_done = countdown(len(self.futures), self._finish)
         for future in self.futures:
             # Not the method of RpcFuture, which would complete each future in a task of its own.
-            CppFuture.add_done_callback(future, lambda _: None if next(unfinished) else self._finish())
+            CppFuture.add_done_callback(future, on_done)
 
     def as_completed(self) -> Iterator[tuple[WorkerInfo, RpcFuture[T]]]:
         """Iterate over the members with their futures, in the order in which these are done."""

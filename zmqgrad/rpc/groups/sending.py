@@ -6,7 +6,6 @@ another program, which lacks the ``__main__`` of this one; and for a worker with
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +37,7 @@ from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
-from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.future import Promise, countdown
 from zmqgrad.transport import tap
 
 MIN_RELAYED_BYTES = 1 << 20
@@ -228,12 +227,7 @@ class GroupCall:
         if not may_wait_for_others():
             raise refused_wait(self.what)
         ended = port.promise()
-        unfinished = itertools.count(len(calls) - 1, -1)  # counts down; ``next`` is atomic
-
-        def on_done(_: object) -> None:
-            if not next(unfinished):
-                ended.set_result(None)
-
+        on_done = countdown(len(calls), lambda: ended.set_result(None))
         tracer = self.worker.tracer
         try:
             for call in calls:
