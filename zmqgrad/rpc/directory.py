@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from zmqgrad.errors import (
+    ArgumentTypeError,
     ClosedError,
     NotInitializedError,
     PeerLostError,
@@ -234,6 +235,17 @@ class Follower:
             end, self._end = self._end, _nothing
             self._step = _nothing  # what it belongs to is garbage at once, not with the next cycle
         end()
+
+
+def key_of(prefix: str, name: object) -> str:
+    """The key of ``name`` below ``prefix``.
+
+    Raises:
+        ArgumentTypeError: if it is not a string with a character.
+    """
+    if not isinstance(name, str) or not name:
+        raise ArgumentTypeError(f"a name is a string of at least one character, not {name!r}")
+    return prefix + name
 
 
 def _nothing(*_: object) -> None:

@@ -19,14 +19,13 @@ from typing import Any
 import msgspec
 
 from zmqgrad.errors import (
-    ArgumentTypeError,
     DuplicateNameError,
     PeerLostError,
     RpcTimeoutError,
     UnknownWorkerError,
 )
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.directory import Follower
+from zmqgrad.rpc.directory import Follower, key_of
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.worker import Worker
@@ -55,17 +54,6 @@ def _kept(worker: Worker) -> dict[int, RRef[Any]]:
     return kept
 
 
-def check_ref_name(name: object) -> str:
-    """Return ``name``, checked.
-
-    Raises:
-        ArgumentTypeError: if it is not a string with a character.
-    """
-    if not isinstance(name, str) or not name:
-        raise ArgumentTypeError(f"a name is a string of at least one character, not {name!r}")
-    return name
-
-
 def remote_named(
     worker: Worker, name: str, to: object, function: Callable[..., Any], args: Any, kwargs: Any, timeout: Any
 ) -> RRef[Any]:
@@ -74,7 +62,7 @@ def remote_named(
     Raises:
         DuplicateNameError: if another object has it.
     """
-    check_ref_name(name)
+    key = key_of(_PREFIX, name)
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     owner = worker.membership.find(to, deadline.timeout()).id
     claim = _Claim(owner, worker.id, worker.ids.next())
@@ -83,7 +71,7 @@ def remote_named(
         rref = call_remote(worker, owner, function, args, kwargs, timeout)
         worker.call(owner, _keep, (name, claim.number, claim.claimer, rref), timeout=0)
     except BaseException:
-        worker.directory.shared().compare_set(_PREFIX + name, claim.encode(), b"")
+        worker.directory.shared().compare_set(key, claim.encode(), b"")
         raise
     return rref
 
@@ -167,7 +155,7 @@ def get_ref(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
         >>> rpc.get_ref("state", timeout=30).to_here()
         {'step': 7}
     """
-    worker, key = current_worker(), _PREFIX + check_ref_name(name)
+    worker, key = current_worker(), key_of(_PREFIX, name)
     directory, seconds = worker.directory, worker.resolve_timeout(timeout)
     deadline = Deadline.after(seconds or None)
     found = directory.wait_for(key, lambda: _find(worker, directory.read(key), deadline), deadline)
@@ -199,7 +187,7 @@ def remove_ref(name: str) -> bool:
         >>> rpc.remove_ref("state")
         True
     """
-    worker, key = current_worker(), _PREFIX + check_ref_name(name)
+    worker, key = current_worker(), key_of(_PREFIX, name)
     raw = worker.directory.read(key)
     if not raw or worker.directory.shared().compare_set(key, raw, b"") != b"":
         return False
@@ -228,7 +216,7 @@ def watch_ref(name: str, callback: RefCallback) -> Follower:
         >>> watch = rpc.watch_ref("state", lambda rref: None)  # called with None while nothing has the name
         >>> watch.close()
     """
-    worker, key = current_worker(), _PREFIX + check_ref_name(name)
+    worker, key = current_worker(), key_of(_PREFIX, name)
     shown = 0  # the number of the claim that the callback knows; 0: none
 
     def step(raw: bytes) -> None:

@@ -26,6 +26,7 @@ from zmqgrad.errors import (
     RpcTimeoutError,
 )
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.directory import key_of
 from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.relaying import Place, Redirection, Version, offer
@@ -58,27 +59,22 @@ class Published:
 
     def __init__(self) -> None:
         self.making = threading.Lock()
-        self._leases: dict[str, list[tuple[int, Any]]] = {}  # of the blocks that were made here, by name
+        self._leases: list[tuple[str, int, Any]] = []  # name, version, and lease of each block made here
 
     def note_lease(self, name: str, number: int, block: Any) -> None:
         """Remember that a block was made for version ``number``, to tell who holds it."""
         if hasattr(block, "lease"):
             place = block.lease.segment.id, block.lease.offset  # what was there before has been freed
-            for key, leases in self._leases.items():
-                self._leases[key] = [(n, x) for n, x in leases if (x.segment.id, x.offset) != place]
-            self._leases.setdefault(name, []).append((number, block.lease))
+            self._leases = [x for x in self._leases if (x[2].segment.id, x[2].offset) != place]
+            self._leases.append((name, number, block.lease))
 
     def holders(self, worker: Worker) -> str:
         """Which workers hold which versions, in words."""
-        parts = []
-        for name, leases in self._leases.items():
-            for number, lease in leases:
-                peers = worker.mailbox.holders(lease)
-                if peers:
-                    names = ", ".join(
-                        "a lost worker" if p < 0 else worker.membership.name_of(p) for p in peers
-                    )
-                    parts.append(f"version {number} of {name!r}: {names}")
+        name_of, parts = worker.membership.name_of, []
+        for name, number, lease in self._leases:
+            peers = ["a lost worker" if p < 0 else name_of(p) for p in worker.mailbox.holders(lease)]
+            if peers:
+                parts.append(f"version {number} of {name!r}: {', '.join(peers)}")
         return "; ".join(parts)
 
 
@@ -126,9 +122,7 @@ def publish(
         >>> rpc.publish("weights", {"bias": torch.zeros(2)})
         2
     """
-    worker = current_worker()
-    if not isinstance(name, str) or not name:
-        raise ArgumentTypeError(f"publish: a name is a string of at least one character, not {name!r}")
+    worker, key = current_worker(), key_of(PREFIX, name)
     if isinstance(changed, str):
         raise ArgumentTypeError(f"publish: changed is several names, as [{changed!r}], not one")
     began, checked = monotonic_ns(), _checked(tensors)
@@ -155,7 +149,7 @@ def publish(
         version = Version(number, worker.id, {key: places[key] for key in checked}, blocks)
         shelf.put(name, before, unannounced=version)  # first: who reads the announcement asks for it
         announced = msgspec.json.encode(Announcement(number, worker.id))
-        if worker.directory.shared().compare_set(PREFIX + name, raw, announced) != announced:
+        if worker.directory.shared().compare_set(key, raw, announced) != announced:
             shelf.drop(name)
             raise DuplicateNameError(f"another worker has begun to publish {name!r}")
         shelf.put(name, version)

@@ -19,6 +19,7 @@ from zmqgrad.errors import (
     UnknownWorkerError,
 )
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.directory import key_of
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.publishing import PREFIX, Announcement, Slice, fetch_version, take_parts
@@ -68,6 +69,7 @@ class Subscription:
         narrow: Mapping[str, Slice | None] | None,
         callback: Callable[[PublishedTensors], None] | None,
     ) -> None:
+        key = key_of(PREFIX, name)
         self._worker = worker
         self._name = name
         self._narrow = narrow
@@ -78,7 +80,7 @@ class Subscription:
         self._closed = False
         self._changed: Promise[None] = Promise()  # done with the next change of these
         self._reading = worker.shelf.begin(name)
-        self._follower = worker.directory.follow(PREFIX + name, self._step, self._end)
+        self._follower = worker.directory.follow(key, self._step, self._end)
 
     @property
     def tensors(self) -> PublishedTensors:
@@ -264,14 +266,11 @@ def subscribe(
         ...     print(weights.tensors["bias"])
         tensor([1., 1.])
     """
-    worker = current_worker()
-    if not isinstance(name, str) or not name:
-        raise ArgumentTypeError(f"subscribe: a name is a string of at least one character, not {name!r}")
     if narrow is not None and not isinstance(narrow, Mapping):
         raise ArgumentTypeError(
             f"subscribe: narrow is a mapping of names to (dim, start, length) or None, not {narrow!r}"
         )
-    subscription = Subscription(worker, name, narrow, callback)
+    subscription = Subscription(current_worker(), name, narrow, callback)
     try:
         subscription.wait(0, timeout)
     except BaseException:
