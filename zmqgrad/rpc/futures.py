@@ -79,6 +79,15 @@ class PythonFuture(torch.futures.Future[T]):
             set_unwrap_func(self, lambda _: copies.wait_on_current_stream())
         self.set_result(result)
 
+    def _settle(self, set_it: Callable[..., None], *outcome: Any) -> None:
+        """Call ``set_it(*outcome)``. No effect if the program has set this future meanwhile."""
+        try:
+            set_it(*outcome)
+        except RuntimeError:
+            if not self.done():
+                raise
+            logger.debug("%r was set by the program: its reply is dropped", self)
+
     def then(self, callback: Callable[[Any], S]) -> PythonFuture[S]:
         """A future of the result of ``callback(self)``, which runs once this one is done.
 
@@ -221,15 +230,6 @@ class RpcFuture(PythonFuture[T]):
             raise
         else:
             self._settle(self._set_copied, value, copies)
-
-    def _settle(self, set_it: Callable[..., None], *outcome: Any) -> None:
-        """Call ``set_it(*outcome)``. No effect if the program has set this future meanwhile."""
-        try:
-            set_it(*outcome)
-        except RuntimeError:
-            if not self.done():
-                raise
-            logger.debug("%r was set by the program: its reply is dropped", self)
 
     def wait(self) -> T:
         """Wait for the result, and return it.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import (
     ArgumentTypeError,
@@ -220,6 +221,19 @@ def test_the_future_of_a_group_is_one_of_torch(four: Cluster) -> None:
     assert group.call_async(where).then(lambda f: len(f.wait())).wait() == 4
     assert rpc.wait_all([group.call_async(where), rpc.rpc_async(1, where)]) == [ALL, "worker1"]
     assert torch.futures.wait_all([group.call_async(where)]) == [ALL]
+
+
+def test_a_future_that_the_program_has_set_stays_as_it_is(
+    four: Cluster, gate: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And C++ prints no error."""
+    future = rpc.group("worker*").call_async(wait_on, ("worker1", gate))
+    future.set_result(["enough"])
+    GATES[gate].set()
+    assert rpc.wait_all(future.futures) == ALL
+    eventually(four.workers[0].is_idle)
+    assert future.wait() == ["enough"]
+    assert capfd.readouterr().err == ""
 
 
 def test_arguments_are_those_of_rpc_sync(four: Cluster) -> None:

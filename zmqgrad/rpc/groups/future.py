@@ -62,9 +62,9 @@ class GroupFuture(PythonFuture[list[T]]):
         try:
             results = self._call.conclude([partial(CppFuture.wait, future) for future in self.futures])
         except GroupError as e:
-            self.set_exception(e)
+            self._settle(self.set_exception, e)
         else:
-            self.set_result(results)
+            self._settle(self.set_result, results)
 
 
 def in_order(futures: Sequence[Any], seconds: float = 0.0) -> Iterator[int]:

@@ -164,7 +164,7 @@ class GroupCall:
         """
         deadline = Deadline.after(self.seconds or None, self.worker.clock)
         sent: list[PendingCall | Exception] = []
-        self._began = monotonic_ns()
+        self._sent, self._began = sent, monotonic_ns()
         if tap.spans is not None:
             self._span = tap.spans.group(describe(self.what), self.worker.name, len(self.members))
         try:
@@ -176,11 +176,9 @@ class GroupCall:
                     except (PeerLostError, RpcTimeoutError, RRefError, UnknownWorkerError) as e:
                         sent.append(copy_exception(e))
         except BaseException as e:
-            self._sent = sent
             self._give_up(type(e).__name__)
             raise
         finally:
-            self._sent = sent
             if self.shared is not None:
                 self.shared.release([each.promise for each in sent if isinstance(each, PendingCall)])
         return sent
