@@ -436,6 +436,15 @@ def test_a_timeout_is_also_that_of_a_publisher_who_does_not_reply() -> None:
         assert isinstance(waiting.get(timeout=WAIT), DuplicateNameError)
 
 
+def test_a_reader_that_gives_up_asks_no_more(trio: Cluster) -> None:
+    """The thread that fetches for it ends, though the publisher does not reply."""
+    rpc.publish("policy", state(1.0))
+    with trio.network.hold(MessageType.CALL, source=1, target=0):
+        with trio.acting(1), pytest.raises(RpcTimeoutError):
+            rpc.subscribe("policy", timeout=0.05)
+        eventually(trio.workers[1].is_idle)
+
+
 def test_shutdown_ends_a_wait_and_leaves_the_tensors() -> None:
     with cluster(2) as c:
         rpc.publish("policy", state(1.0))

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RELAY_SECONDS = 60.0
-"""How long a reader waits for the relay of its host before it asks the source again: within a call that it
-serves, at most half of the time that is left."""
+"""How long a reader waits for the relay of its host before it asks the source again: at most half of the time
+that is left."""
 
 Key = str | int
 """What a version is of: a published name, or the id of the frames of one group call."""
@@ -309,6 +309,7 @@ def fetch(
     reading: Reading,
     source: int,
     newest: int,
+    deadline: Deadline,
     offered: Callable[..., Version | Redirection | None] = offer,
     *more: Any,
 ) -> Version | None:
@@ -320,24 +321,26 @@ def fetch(
         reading: what :meth:`Shelf.begin` returned.
         source: who has them.
         newest: the number of the newest known version.
+        deadline: for all that is asked.
         offered: runs on the source, as :func:`offer`, with ``more`` arguments.
 
     Returns:
         None if the source has none any more, or another version is read here by now.
 
     Raises:
-        RpcError: if the source is lost, or does not reply while the served call has time left.
+        RpcError: if the source is lost, or does not reply in time.
     """
     shelf, failed = worker.shelf, -1
     while True:
         held = shelf.newest(key)
         known = {} if held is None or held.source == worker.id else held.blocks
         if known and held is not None and held.number >= newest:  # for another reader of this worker
-            return worker.ask(worker.id, relayed, (key, held.number), 0)
-        reply = worker.ask(source, offered, (key, newest, failed, tuple(known), *more), 0)
+            return worker.ask(worker.id, relayed, (key, held.number), deadline.call_timeout())
+        asked = key, newest, failed, tuple(known), *more
+        reply = worker.ask(source, offered, asked, deadline.call_timeout())
         if isinstance(reply, Redirection):
             failed = reply.relay
-            seconds = min(RELAY_SECONDS, time_left() / 2)
+            seconds = min(RELAY_SECONDS, deadline.call_timeout() / 2 or math.inf)
             try:
                 found = worker.ask(failed, relayed, (key, reply.number), seconds)
             except (PeerLostError, UnknownWorkerError, RpcTimeoutError) as e:
@@ -348,7 +351,7 @@ def fetch(
         elif reply is None or reply.narrowed or worker.mailbox.is_local(source):
             return reply
         elif shelf.relay(key, reading, reply, known):  # others of this host wait for it
-            return worker.ask(worker.id, relayed, (key, reply.number), 0)
+            return worker.ask(worker.id, relayed, (key, reply.number), deadline.call_timeout())
         else:
             blocks = {**known, **{number: bytearray(block) for number, block in reply.blocks.items()}}
             return replace(reply, blocks=blocks)
@@ -373,9 +376,10 @@ def complete(inbound: Inbound, key: int) -> Inbound:
     """
     worker, source = current_worker(), inbound.envelope.source
     shelf = worker.shelf
-    reading = shelf.begin(key)
+    reading, left = shelf.begin(key), time_left()
+    deadline = Deadline.after(None if left == math.inf else left, worker.clock)
     try:
-        version = fetch(worker, key, reading, source, 1)
+        version = fetch(worker, key, reading, source, 1, deadline)
     finally:
         if shelf.newest(key) is None:  # otherwise the sender says when no member needs it any more
             shelf.end(key, reading)

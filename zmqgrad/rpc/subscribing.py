@@ -68,12 +68,14 @@ class Subscription:
         name: str,
         narrow: Mapping[str, Slice | None] | None,
         callback: Callable[[PublishedTensors], None] | None,
+        deadline: Deadline,
     ) -> None:
         key = key_of(PREFIX, name)
         self._worker = worker
         self._name = name
         self._narrow = narrow
         self._callback = callback
+        self._deadline = deadline  # for the first version
         self._lock = threading.Lock()  # guards all below
         self._current: PublishedTensors | None = None
         self._error: Exception | None = None
@@ -219,6 +221,7 @@ class Subscription:
             self._reading,
             announced.publisher,
             announced.version,
+            self._deadline if self._current is None else Deadline(),
             fetch_version,
             self._narrow,
         )
@@ -270,7 +273,9 @@ def subscribe(
         raise ArgumentTypeError(
             f"subscribe: narrow is a mapping of names to (dim, start, length) or None, not {narrow!r}"
         )
-    subscription = Subscription(current_worker(), name, narrow, callback)
+    worker = current_worker()
+    deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
+    subscription = Subscription(worker, name, narrow, callback, deadline)
     try:
         subscription.wait(0, timeout)
     except BaseException:
