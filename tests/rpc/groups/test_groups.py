@@ -393,6 +393,9 @@ def test_each_value_gets_arguments_of_its_own(four: Cluster) -> None:
         ConfigurationError, match="map got 1 sets of arguments for 4 members of <RRefGroup of"
     ):
         counters.map("add", [(1,)])
+    for args in ("text", torch.ones(2), 3):
+        with pytest.raises(PayloadError, match=r"for one argument write args=\(x,\)"):
+            counters.map("add", [args] * 4)  # type: ignore[list-item]
 
 
 def test_futures_of_any_calls_are_iterated_as_they_end(four: Cluster, gate: int) -> None:

@@ -16,7 +16,7 @@ from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.rref.proxies import Proxy, call_method
 from zmqgrad.rpc.serialization.context import SerializedPayload
-from zmqgrad.rpc.serialization.serializer import serialize_arguments
+from zmqgrad.rpc.serialization.serializer import serialize_arguments, to_args
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.wire.messages import RRefFetch
 
@@ -123,6 +123,7 @@ class RRefGroup(Sequence[RRef[T]]):
         Raises:
             ConfigurationError: if ``args`` are for fewer or more values than there are.
             GroupError: if some calls fail, and errors are raised.
+            PayloadError: if a call cannot be serialized.
         """
         return self._method(errors, timeout, method, (), {}, list(args)).send_and_wait()
 
@@ -172,7 +173,7 @@ class RRefGroup(Sequence[RRef[T]]):
 
         def request(index: int, _: WorkerRecord, left: float, reply_to: int) -> PendingCall:
             rref, made = self._rrefs[index], payload_for if each is None else None
-            mine = args if each is None else tuple(each[index])
+            mine = args if each is None else to_args(each[index])
             return call_method(rref, left, name, mine, kwargs, reply_to=reply_to, serialized=made)
 
         return GroupCall(*begun, request, shared)

@@ -76,7 +76,7 @@ def serialize_call(
             f"a remote call needs a function"
         )
     if args.__class__ is not tuple:
-        args = _to_args(args)
+        args = to_args(args)
     kwargs = {} if kwargs is None else _to_kwargs(kwargs)
     if function.__class__ is torch.jit.ScriptFunction:
         check_script_arguments(function, args, kwargs)
@@ -103,7 +103,12 @@ def serialize_arguments(
     return _serialize_pickle((args, kwargs), context, lambda: _name_arguments(args, kwargs))
 
 
-def _to_args(args: Any) -> tuple[Any, ...]:
+def to_args(args: Any) -> tuple[Any, ...]:
+    """The arguments of a call as a tuple.
+
+    Raises:
+        PayloadError: if ``args`` are no tuple or list.
+    """
     if args is None:
         return ()
     if not isinstance(args, (tuple, list)):  # iterating over a tensor or a string would split it
