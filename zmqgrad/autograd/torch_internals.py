@@ -11,7 +11,6 @@ import builtins
 import ctypes
 import functools
 import sys
-import sysconfig
 import threading
 import types
 import weakref
@@ -512,7 +511,7 @@ def _make_handle(handle: RemovableHandle, *args: Any, **kwargs: Any) -> None:
         _own_handle(handle, *args, **kwargs)
 
 
-if sysconfig.get_config_var("Py_GIL_DISABLED"):
+if not getattr(sys, "_is_gil_enabled", lambda: True)():  # free-threaded Python
     RemovableHandle.__init__ = _make_handle  # type: ignore[assignment, method-assign]
 
 torch.Tensor.retain_grad = _retain_grad  # type: ignore[assignment, method-assign]
