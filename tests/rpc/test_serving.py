@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.waiting import eventually
+from tests.support.workers import two_workers
 from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc import server
@@ -21,11 +22,13 @@ from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.rpc.serialization.serializer import serialize_call
+from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import Call, Cancel, MessageType, Result
+from zmqgrad.wire.messages import Call, Cancel, MessageType, Result, RRefAck
 
 ONE_THREAD = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=1)
 
@@ -338,3 +341,23 @@ def test_a_call_ends_though_its_reply_could_not_be_sent_at_first(
     with pytest.raises(TransportError, match="Too many open files"):
         future.wait()
     assert not failures
+
+
+def test_an_acknowledgement_to_a_worker_that_is_unknown_here_stops_no_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its address is in the store. Whoever waits for that must not be the thread that reads for all."""
+    with two_workers(ZmqMailbox) as (_, owner):
+        membership, send, could_wait = owner.membership, owner.mailbox.send, list[bool]()
+
+        def note_and_send(peer: int, message: Any, *args: Any) -> None:
+            if isinstance(message, RRefAck):
+                could_wait.append(may_wait_for_others())
+            send(peer, message, *args)
+
+        monkeypatch.setattr(membership, "find_known", lambda worker: None)
+        monkeypatch.setattr(owner.mailbox, "send", note_and_send)
+        reference = rpc.remote(1, len, args=("abc",))
+        assert reference.to_here() == 3
+        del reference
+        assert eventually(lambda: could_wait, timeout=WAIT) == [True]

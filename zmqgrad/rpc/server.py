@@ -10,6 +10,7 @@ import logging
 import threading
 from contextvars import copy_context
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from zmqgrad.rpc.in_flight import InFlightRequest, InFlightRequests, cancelled, 
 from zmqgrad.rpc.remote_errors import describe_exception, show_exception
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
+from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.repeat_log import RepeatLog
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
@@ -240,6 +242,11 @@ class Server:
         """
         envelope = inbound.envelope
         source = envelope.source
+        if self._membership.find_known(source) is None and not may_wait_for_others():
+            # To find its address is to ask the store, and the calling thread reads for all others.
+            again = partial(self._reply_to_stranger, inbound, message, serialized, description)
+            self._worker.submit(again)
+            return
         try:
             if source in self._lost:
                 raise self._worker.loss_of(source, f"the reply to {description}")
@@ -254,6 +261,13 @@ class Server:
         except BaseException:
             self._references.unfork_all(serialized.payload.forks)
             raise
+
+    def _reply_to_stranger(self, inbound: Inbound, *reply: Any) -> None:
+        """Reply in an engine thread, which may wait for the store."""
+        try:
+            self.reply(inbound, *reply)
+        except (RpcError, TransportError, ClosedError) as e:
+            logger.debug("%s: cannot reply to %r: %s", self._worker.name, inbound.message, e)
 
     def reply_error(self, inbound: Inbound, error: BaseException) -> None:
         """Reply to ``inbound`` with an exception. Failures to send it are logged.
