@@ -32,6 +32,9 @@ LATE_SECONDS = 0.05
 FROZEN_SECONDS = 2.0
 """How long a worker may be silent, if others are not to lose it."""
 
+JOIN_SECONDS = 5.0
+"""How long a worker that wants to leave waits for worker 0, which may not have joined yet."""
+
 FIRST = "worker0"
 
 __all__ = ["Life", "StepFailure", "executed", "failures", "lives", "operations", "program", "unresolved"]
@@ -168,6 +171,7 @@ class Member(Job):
             self._wait_for_the_others(life)
         elif last:
             with self.noting(f"{self.rank}.{number}depart", life):
+                rpc.wait_for_workers([FIRST], JOIN_SECONDS)
                 rpc.rpc_sync(FIRST, depart, args=(life.number,))
         life.leaving = time.monotonic()
         try:
