@@ -67,7 +67,8 @@ class Events:
             if former is not None and former not in self._lost:
                 self._held[former] = info
                 return
-        self._notify(self._on_join, info)
+            self._enqueue(self._on_join, info)
+        self._run_soon()
 
     def lost(self, worker: int, info: WorkerInfo | None, reason: str) -> None:
         """Notify the callbacks that a worker has left or died.
@@ -83,18 +84,23 @@ class Events:
             for former in [f for f, held in self._held.items() if held.id == worker]:
                 del self._held[former]  # nobody has heard of it
                 info = None
-        if info is not None:
-            self._notify(self._on_loss, info, reason)
-        if following is not None:
-            self._notify(self._on_join, following)
+            # With the lock that decides on it held: else a join that needs not wait would overtake this.
+            if info is not None:
+                self._enqueue(self._on_loss, info, reason)
+            if following is not None:
+                self._enqueue(self._on_join, following)
+        self._run_soon()
 
     def stop(self) -> None:
         """Call no more callbacks: this worker leaves, and the others may leave, too."""
         self._stopped = True
 
-    def _notify(self, callbacks: Sequence[Callable[..., None]], *args: Any) -> None:
+    def _enqueue(self, callbacks: Sequence[Callable[..., None]], *args: Any) -> None:
+        """Let the callbacks be called next. The caller holds the lock, and calls :meth:`_run_soon` then."""
+        self._queue.extend(partial(callback, *args) for callback in callbacks)
+
+    def _run_soon(self) -> None:
         with self._lock:
-            self._queue.extend(partial(callback, *args) for callback in callbacks)
             if self._running or self._stopped or not self._queue:
                 return
             self._running = True
