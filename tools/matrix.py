@@ -53,7 +53,7 @@ FREE_THREADED = (
     "3.14t is a row of the table, and not supported before its cells have passed: no interpreter could be",
     "had so far. 3.13t cannot be, as msgspec refuses to be built for it. On 2026-11-28 it was tried",
     "nevertheless: Python 3.13.15t with torch 2.9.1, pyzmq 27.1.0, and msgspec 0.22.0 without that check,",
-    "on two cores of a virtual AMD EPYC machine. No module of this library turns the interpreter lock on,",
+    "on two cores of a virtual Intel Xeon machine. No module of this library turns the interpreter lock on,",
     "nor do torch, pyzmq, msgspec and NumPy; triton 3.5.1 does, which comes with CUDA builds of torch and",
     "is loaded by `torch.func`. What had relied on the lock was found by reading, and by a program in",
     "which many threads of two workers make all kinds of calls and backward passes at once. It was",
