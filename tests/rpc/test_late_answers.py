@@ -102,7 +102,7 @@ def test_a_reply_that_is_read_while_the_call_times_out(pair: list[Worker]) -> No
     assert expired == [call]
 
     def go_on() -> None:
-        eventually(lambda: channel._in_hand, bool)
+        eventually(lambda: channel.in_hand, bool)
         worker.client._time_out(expired)
 
     timer = threading.Thread(target=go_on)

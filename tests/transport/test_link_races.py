@@ -18,6 +18,7 @@ from tests.transport.contract import Box, Office, acquire, office_of
 from tests.transport.test_contract import OverArena, OverZmq
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.polling import Wakeup
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport import links, local
 from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd, ReplyChannel
@@ -428,17 +429,17 @@ def test_an_end_that_begins_while_the_owner_is_just_woken_is_delivered(
     a, b = Ends(office, 0), office.open(1)
     channel = opened_channel(a, b)
     woken, goes_on = threading.Event(), threading.Event()
-    read = Channel._read
-
-    def read_and_stop(self: Channel, ready: list[tuple[int, int]]) -> bool:
-        over = read(self, ready)
-        woken.set()
-        assert goes_on.wait(20)
-        return over
-
-    monkeypatch.setattr(Channel, "_read", read_and_stop)
     results: SimpleQueue[Inbound | None] = SimpleQueue()
     owner = threading.Thread(target=lambda: results.put(channel.receive(None)))
+    clear = Wakeup.clear
+
+    def clear_and_stop(self: Wakeup) -> None:
+        clear(self)
+        if threading.current_thread() is owner:
+            woken.set()
+            assert goes_on.wait(20)
+
+    monkeypatch.setattr(Wakeup, "clear", clear_and_stop)
     owner.start()
     channel.wake()
     assert woken.wait(20)

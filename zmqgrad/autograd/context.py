@@ -19,7 +19,7 @@ import torch
 from zmqgrad.autograd.graph.sums import OrderedSum, Place, SumOfCalls, added
 from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, record_send
 from zmqgrad.errors import AutogradError
-from zmqgrad.transport.tap import Tracer
+from zmqgrad.rpc.hooks import Hooks
 from zmqgrad.wire.ids import IdSource, show_id, split_id
 
 if TYPE_CHECKING:
@@ -274,12 +274,12 @@ class Context:
         if not leaf.requires_grad:
             return
         with self._lock:
-            _, owner, total = self._open_sums.get(id(leaf), (leaf, None, None))
-            if total is None or owner != of:
-                self._close_sums((id(leaf),))
-                total = OrderedSum()
-                self._open_sums[id(leaf)] = leaf, of, total
-            self._add_part(total, place, gradient, shared)
+            found = self._open_sums.get(id(leaf))
+            if found is None or found[1] != of:
+                if found is not None:
+                    self._close_sums((id(leaf),))
+                found = self._open_sums[id(leaf)] = leaf, of, OrderedSum()
+            self._add_part(found[2], place, gradient, shared)
 
     def accumulate_of_call(
         self,
@@ -311,7 +311,7 @@ class Context:
             self._add_part(total.of_call(inner_pass, (tuple(way), number)), place, gradient, shared)
 
     def _add_part(self, total: OrderedSum, place: Place, gradient: torch.Tensor, shared: bool) -> None:
-        neighbour = total.neighbour(place)
+        neighbour = total.neighbour(place) if total else None
         if neighbour is None:
             gradient = self._unshared(gradient, shared)
         elif neighbour.layout is torch.strided:
@@ -398,16 +398,14 @@ serves meanwhile (its caller, and its number there)."""
 _wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_wants_result_grad", default=True)
 
 
+own_context: Callable[[], Context | None] = _active_context.get
+"""Returns the context that the calling thread records for, although that may have been released."""
+
+
 def active_context() -> Context | None:
     """Return the context that the calling thread records for, unless it has been released."""
-    context = _active_context.get()
+    context = own_context()
     return None if context is None or context.released else context
-
-
-def ended_context() -> Context | None:
-    """Return the context of the calling thread if it has been released."""
-    context = _active_context.get()
-    return context if context is not None and context.released else None
 
 
 def check_not_nested() -> None:
@@ -455,25 +453,23 @@ class Contexts:
     """The contexts of one worker.
 
     Args:
-        tracer: returns what records their begin and end; None: nothing does.
+        hooks: have what records their begin and end.
         versions: the shared parameters, if any.
     """
 
-    def __init__(
-        self, tracer: Callable[[], Tracer | None] = lambda: None, versions: ParameterVersions | None = None
-    ) -> None:
+    def __init__(self, hooks: Hooks | None = None, versions: ParameterVersions | None = None) -> None:
         self._lock = threading.Lock()  # guards all below
         self._live: dict[int, Context] = {}
         self._lost: set[int] = set()  # workers
         self._released: OrderedDict[int, None] = OrderedDict()
-        self._tracer = tracer
+        self._hooks = hooks or Hooks()
         self._versions = versions
 
     def _created(self, context_id: int) -> Context:
         versions = self._versions
         read_at = 0 if versions is None else versions.published
         context = self._live[context_id] = Context(context_id, read_at, versions=versions)
-        if (tracer := self._tracer()) is not None:
+        if (tracer := self._hooks.tracer) is not None:
             tracer.context_created(context_id)
         return context
 
@@ -531,7 +527,7 @@ class Contexts:
             if len(self._released) > MAX_RELEASED_IDS:
                 self._released.popitem(last=False)
             context = self._live.pop(context_id, None)
-            if context is not None and (tracer := self._tracer()) is not None:
+            if context is not None and (tracer := self._hooks.tracer) is not None:
                 tracer.context_released(context_id)
         if context is not None:
             context.end()  # which wakes who waits for its passes

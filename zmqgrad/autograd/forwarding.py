@@ -21,7 +21,7 @@ from zmqgrad.autograd.context import (
     Context,
     Contexts,
     active_context,
-    ended_context,
+    own_context,
     recomputation,
     set_active_context,
     wants_result_grad,
@@ -118,7 +118,7 @@ class Autograd:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.versions = ParameterVersions()
-        self.contexts = Contexts(lambda: worker.hooks.tracer, self.versions)
+        self.contexts = Contexts(worker.hooks, self.versions)
         self.releases = Releases(worker, self.contexts)
         self.participant = Participant(worker, self.contexts, self.releases.end_passes)
 
@@ -130,14 +130,13 @@ class Autograd:
         self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: Description
     ) -> Message:
         """Return ``message``, wrapped with the active context if there is one."""
-        context = active_context()
-        if not isinstance(message, _WRAPPED):
+        context = own_context()
+        if context is None or not isinstance(message, _WRAPPED):
             return message
-        if context is None:
-            return self._without_context(message, tensors)
-        context.add_peer(peer)
-        if context.released:  # meanwhile: this peer may not have been notified of the release
-            return self._without_context(message, tensors)
+        if not context.released:
+            context.add_peer(peer)
+        if context.released:  # perhaps meanwhile: this peer may not have been notified of the release
+            return self._of_ended(context, message, tensors)
         if isinstance(message, _CALLS):
             # What a checkpointed call calls, and so on, is called again: nothing is recorded the first time.
             differentiates = torch.is_grad_enabled() and (wants_result_grad() or not is_repeated.get())
@@ -159,18 +158,18 @@ class Autograd:
         autograd_id = self._record(context, peer, tensors, what) if wants_result_grad() else 0
         return ForwardAutogradResp(context.id, autograd_id, message)
 
-    def _without_context(
+    def _of_ended(
         self,
+        context: Context,
         message: Call | RemoteCall | RRefFetch | Result | RemoteResult | RRefValue,
         tensors: Sequence[torch.Tensor],
     ) -> Message:
         """Return ``message``; a reply whose context has ended says so, as it has lost its history."""
-        ended = ended_context()
-        if ended is None or isinstance(message, _CALLS) or not wants_result_grad():
+        if isinstance(message, _CALLS) or not wants_result_grad():
             return message
         if checkpointed.get() is None and not any(each.requires_grad for each in tensors):
             return message
-        return ForwardAutogradResp(ended.id, self._worker.ids.next(), message)
+        return ForwardAutogradResp(context.id, self._worker.ids.next(), message)
 
     def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: Description) -> int:
         """Record a send of ``tensors``. Returns its id; 0 if none of them requires grad."""

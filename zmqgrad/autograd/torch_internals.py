@@ -121,10 +121,9 @@ _own_store: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
 _remove: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda key: _store(key, None))
 
 
-def _store(key: str, stored: Any) -> None:
+def _store_kept(key: str, stored: Any) -> None:
     """Store an object, and keep it as long as it is stored."""
-    if _STEALS:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stored))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stored))
     _own_store(key, stored)
 
 
@@ -140,7 +139,7 @@ def _store_steals() -> bool:
     return steals
 
 
-_STEALS = _store_steals()
+_store: Callable[[str, Any], None] = _store_kept if _store_steals() else _own_store
 
 
 def _graph_task() -> GraphTask | None:

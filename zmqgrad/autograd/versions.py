@@ -33,6 +33,8 @@ from zmqgrad.runtime.blocking import blocking_section, thread_state
 if TYPE_CHECKING:
     from zmqgrad.autograd.context import Context
 
+_NOTHING = nullcontext()
+
 MAX_STALENESS = 4096
 """Larger staleness is not told apart: this many of the latest steps are remembered."""
 
@@ -150,7 +152,7 @@ class ParameterVersions:
         Args:
             fresh: whether its context has not been here before; then it begins with the latest values.
         """
-        return Reading(self, fresh) if self._shared and thread_state.pause is None else nullcontext()
+        return Reading(self, fresh) if self._shared and thread_state.pause is None else _NOTHING
 
     def begin_reading(self, fresh: bool) -> None:
         """Count a reader; if ``fresh``, once the latest values are published, or after ``FAIR_SECONDS``."""

@@ -44,9 +44,9 @@ from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.wait_reports import WaitReporter, locate
+from zmqgrad.runtime import collector
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import monotonic_ns
-from zmqgrad.runtime.collector import interrupts_library
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.service_thread import Alarm
 from zmqgrad.runtime.thread_pool import Task
@@ -130,7 +130,7 @@ class Client:
         A finalizer that interrupts this library leaves that to another thread.
         """
         seconds = self.resolve_timeout(timeout)
-        if interrupts_library():
+        if collector.thread and collector.interrupts_library():
             return self._call_later(function, partial(self.call, to, function, args, kwargs), seconds)
         peer = self._membership.find_here(to)
         if peer is None:
@@ -277,7 +277,8 @@ class Client:
             RpcError: if a finalizer that interrupts this library calls this.
             TransportError: if the message cannot be sent.
         """
-        refuse_in_library(description)
+        if collector.thread:
+            refuse_in_library(description)
         if self._worker.closed:
             raise self._worker.closed_error()
         if peer in self._lost:
@@ -314,7 +315,8 @@ class Client:
             number = port.number or reply_to
             self._mailbox.send(peer, message, call.message_id, serialized.frames, number, seconds)
             was_sent = True
-            self._count_sent()
+            with self._counting:  # a shutdown waits until as many were served
+                self.sent += 1
             if self.reporter is not None:
                 self.reporter.add(call)
             self._alarm.set(deadline)
@@ -378,10 +380,7 @@ class Client:
             if (loss := self._loss_behind(e, peer, type(message).__name__)) is None:
                 raise
             raise loss from e
-        self._count_sent()
-
-    def _count_sent(self) -> None:
-        with self._counting:  # a shutdown waits until as many were served
+        with self._counting:  # as in request
             self.sent += 1
 
     # ---- replies ----------------------------------------------------------------------------------------

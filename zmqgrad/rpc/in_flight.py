@@ -80,12 +80,12 @@ class InFlightRequests:
         """Remove a request that has been replied to."""
         request.ended = True
         self._requests.pop(request.message_id, None)
-        self._notify()
+        if self._awaited:
+            self._notify()
 
     def _notify(self) -> None:
-        if self._awaited:
-            with self._ended:
-                self._ended.notify_all()
+        with self._ended:
+            self._ended.notify_all()
 
     def wait_ended(self, requests: Sequence[InFlightRequest], deadline: Deadline) -> bool:
         """Wait until all of ``requests`` have ended. Returns False if ``deadline`` passes first.

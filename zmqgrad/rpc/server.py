@@ -97,7 +97,8 @@ class Server:
         if kind & RESPONSE:
             self._on_reply(inbound)
             return None
-        self._count_served()
+        with self._counting:  # threads at reply ports count, too
+            self.served += 1
         handler = self._requests.get(kind)
         if handler is None:
             self.repeats.warning(f"{self._worker.name}: no handler for {type(inbound.message).__name__}")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from zmqgrad.errors import RpcError
-from zmqgrad.runtime.collector import interrupts_library
+from zmqgrad.runtime import collector
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def may_wait_for_others() -> bool:
     Not if other waits end only through this thread. The library's own code does not wait there, but a
     finalizer of the program (``__del__``) may run in any thread, also while that holds a lock.
     """
-    if interrupts_library():
+    if collector.thread and collector.interrupts_library():
         return False
     state = thread_state
     return not state.all_depend_on_it and (state.pool is None or not state.pool.reads_here())

@@ -19,16 +19,17 @@ _OWN = __name__.partition(".")[0]
 _CALLED_WITH_LOCKS = sys.stdlib_module_names | {"torch", "zmq", "msgspec", "cryptography"}
 """Packages whose functions this library calls while it holds a lock."""
 
-_thread = 0  # that runs the collector; there is one at most
+thread = 0
+"""The thread that runs the collector; there is one at most. While it is 0, nothing interrupts the library."""
 _frame: FrameType | None = None  # where it was when the collector began
 
 
 def _note(phase: str, _: dict[str, Any]) -> None:
-    global _thread, _frame
+    global thread, _frame
     if phase == "start":
-        _frame, _thread = sys._getframe().f_back, threading.get_ident()  # none: the thread is about to end
+        _frame, thread = sys._getframe().f_back, threading.get_ident()  # none: the thread is about to end
     else:
-        _frame, _thread = None, 0
+        _frame, thread = None, 0
 
 
 gc.callbacks.append(_note)
@@ -36,7 +37,7 @@ gc.callbacks.append(_note)
 
 def interrupts_library() -> bool:
     """Whether the calling thread is in a finalizer for which the collector has interrupted this library."""
-    if not _thread or _thread != threading.get_ident():
+    if not thread or thread != threading.get_ident():
         return False
     frame = _frame
     while frame is not None:

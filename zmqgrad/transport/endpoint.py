@@ -120,7 +120,8 @@ class Endpoint:
         self._routes: dict[bytes, _Route] = {}
         self._bulk = _Route(b"bulk", -1)  # of all channels
         self._disconnected: set[int] = set()  # to be closed when the ROUTER was read empty, by descriptor
-        self._ending = 0  # links that are ending
+        self.ending: list[Link] = []
+        """The links that are about to end. Changed by the reading thread only."""
         self.channels: ReplyChannels | None = None
         """The reply channels of the mailbox."""
         self._local = None if listen is None else self.reader.listen(listen, self._on_packet)
@@ -232,7 +233,9 @@ class Endpoint:
                         f"worker {path.hello.source} sent a message as worker {envelope.source}"
                     )
                 if manifest is None and not accepted and envelope.type not in PARTIAL_TYPES:
-                    self._count(1, size, 0)
+                    with self._counting:
+                        self.messages += 1
+                        self.header_bytes += size
                     return Inbound(envelope, message, (), size, size if size >= MIN_COUNTED_BYTES else 0)
         except ProtocolError as e:
             self._on_malformed(first, size, path, e)
@@ -392,7 +395,7 @@ class Endpoint:
         if self._local is not None:
             self._local.accept_pending()  # it may have connected, sent and ended since the last poll
         link.end_reason, link.tells_peer = reason, tell
-        self._ending += 1
+        self.ending.append(link)
         if tell:
             self._on_ending(link)
         for path in list(link.paths):
@@ -432,9 +435,8 @@ class Endpoint:
         self.reader.post(partial(self._close_channel_path, connection))
 
     def on_channel_settled(self, channel: ReplyChannel) -> None:
-        """Its owner does not read now. What arrives there may belong to a link that ends. From any thread."""
-        if self._ending:
-            self.reader.post(partial(self._drain, channel))
+        """Its owner does not read now, and what arrives may belong to a link that ends. From any thread."""
+        self.reader.post(partial(self._drain, channel))
 
     def _drain(self, channel: ReplyChannel) -> None:
         """Handles what has arrived at a reply channel, unless its owner is waiting there, and will."""
@@ -472,7 +474,7 @@ class Endpoint:
     def _end_if_done(self, link: Link) -> None:
         if link.end_reason and not link.ended and not link.paths:
             link.ended = link.end_reason
-            self._ending -= 1
+            self.ending.remove(link)
             try:
                 self._on_end(PeerEnd(link.peer, link.incarnation, link.ended))
             except Exception:  # it must not end the thread that reads

@@ -227,6 +227,7 @@ class ZmqMailbox(Mailbox):
             self._decode,
             self._endpoint.on_channel_path_closed,
             self._endpoint.on_channel_settled,
+            self._endpoint.ending,
             self._spin_budget,
         )
         self._endpoint.channels = self._channels

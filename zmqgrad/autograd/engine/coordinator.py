@@ -106,16 +106,16 @@ class Coordinator:
         started = [torch.ones_like(r) if g is None else g for r, g in zip(roots, given, strict=True)]
         step.carry_out(lambda: local_pass.start(started, step))
         self._wait()
-        if self.detector.waiting():
-            discovery = self._discover(self.detector.waiting(), local_pass)
+        if stalled := self.detector.waiting():
+            discovery = self._discover(stalled, local_pass)
             if is_strict:
                 self._raise_unused(discovery)
             self._drop(_never(discovery), local_pass)
             self._wait()
-        if self.detector.waiting():
-            raise AutogradError(
-                f"the backward pass makes no progress, though no gradient is missing:\n{local_pass}"
-            )
+            if self.detector.waiting():
+                raise AutogradError(
+                    f"the backward pass makes no progress, though no gradient is missing:\n{local_pass}"
+                )
         if with_callbacks := self.detector.with_callbacks():
             self._drop(dict.fromkeys(with_callbacks, ()), local_pass)
             self._wait()
@@ -133,7 +133,7 @@ class Coordinator:
 
     def _wait(self) -> None:
         """Wait until no request of the pass is outstanding, and raise its error, if any."""
-        tracer, reporter = self._participant.tracer(), self._worker.client.reporter
+        tracer, reporter = self._participant.hooks.tracer, self._worker.client.reporter
         if tracer is None and reporter is None:
             self._wait_for_reports()
             return
@@ -176,7 +176,7 @@ class Coordinator:
 
     def _missing(self) -> str:
         """The workers whose reports are missing, and what the trace knows of their requests."""
-        tracer, found = self._participant.tracer(), []
+        tracer, found = self._participant.hooks.tracer, []
         for worker in sorted(set(self.detector.outstanding().values())):
             place = tracer.locate(worker, 0, self._context.id) if tracer is not None else ""
             found.append(f"{self._name(worker)} ({place})" if place else self._name(worker))

@@ -91,7 +91,9 @@ class Differentiation:
             return self._at_once(groups, gradients)
 
     def _at_once(self, groups: Sequence[Group], gradients: dict[Edge, torch.Tensor]) -> list[Result]:
-        passed_by = [edge for group in groups for edge in self._passed_by.get(group, ())]
+        passed_by: list[Edge] = []
+        if self._passed_by:
+            passed_by = [edge for group in groups for edge in self._passed_by.get(group, ())]
         undefined = [edge for edge, gradient in gradients.items() if gradient is UNDEFINED]
         outgoing: Collection[Edge] = groups[0].outgoing
         if len(groups) > 1:

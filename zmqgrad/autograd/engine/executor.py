@@ -166,7 +166,7 @@ class LocalPass:
         if mode is AccumulateMode.JOINT:
             check_not_sharded(walk.waiting_leaves)
         self._starts, self._numbers = walk.starts, walk.numbers
-        if checks_versions:
+        if checks_versions and context.is_behind():
             self._check_versions(walk)
         self._adds_in_order = walk.starts_at_leaves
         self._task = PassTask(self._starts, self._plan)
@@ -181,8 +181,6 @@ class LocalPass:
         Raises:
             AutogradError: if a step of another trainer has changed a parameter meanwhile.
         """
-        if not self.context.is_behind():
-            return
         leaves = {node for edges in walk.boundary for node, _ in edges if type(node) is LEAF_NODE}
         if self.context.is_behind([n.variable for n in leaves]) and self._recomputes(is_checkpoint_hook):
             raise AutogradError(
@@ -504,8 +502,7 @@ class LocalPass:
     def waiting(self) -> StallReport:
         """Report whether a group that has been reached waits for another entry."""
         with self._lock:
-            waits, has_callbacks = self._plan.waits(), self._task.has_callbacks()
-            return StallReport(self._worker, self._version, waits, has_callbacks)
+            return StallReport(self._worker, self._version, self._plan.waits(), bool(self._task.callbacks))
 
     def _recvs_of(self, group: Group) -> tuple[tuple[int, int], ...]:
         """Return the recvs of ``group``: the autograd id and the worker of each."""

@@ -36,7 +36,8 @@ class PassTask:
         self._starts = starts
         self._plan = plan
         self._known: tuple[int, int, set[Any], set[Any]] | None = None
-        self._callbacks: deque[Callable[[], None]] = deque()
+        self.callbacks: deque[Callable[[], None]] = deque()
+        """What is to be called at the end of the pass."""
 
     def reaches(self, node: Any) -> tuple[bool, bool]:
         """Return whether ``node`` may get a gradient in the pass, and whether that is certain by now."""
@@ -65,14 +66,10 @@ class PassTask:
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` at the end of the pass."""
-        self._callbacks.append(callback)
-
-    def has_callbacks(self) -> bool:
-        """Whether callbacks wait for the end of the pass."""
-        return bool(self._callbacks)
+        self.callbacks.append(callback)
 
     def run_callbacks(self) -> None:
         """Call the queued callbacks, and those that they queue."""
         with as_graph_task(self):
-            while self._callbacks:
-                self._callbacks.popleft()()
+            while self.callbacks:
+                self.callbacks.popleft()()

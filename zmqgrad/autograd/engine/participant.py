@@ -23,7 +23,6 @@ from zmqgrad.rpc.membership.group import LEFT, LEFT_AT_ONCE
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import check_may_wait
 from zmqgrad.transport.base import Frame, Inbound
-from zmqgrad.transport.tap import Tracer
 from zmqgrad.wire.ids import show_id, split_id
 from zmqgrad.wire.messages import (
     BackwardAutogradReq,
@@ -64,6 +63,7 @@ class Participant:
     ) -> None:
         self._worker = worker
         self.worker_id = worker.id
+        self.hooks = worker.hooks
         self.now = worker.clock.now
         self._contexts = contexts
         self._end_passes = end_passes
@@ -117,7 +117,7 @@ class Participant:
         """
         check_may_wait()
         coordinator = Coordinator(self, self._worker, context, pass_id)
-        tracer = self.tracer()
+        tracer = self.hooks.tracer
         if tracer is not None:
             tracer.pass_started(context.id, coordinator.id)
         self._detectors[coordinator.id] = coordinator.detector
@@ -125,7 +125,10 @@ class Participant:
         if coordinator.inbox is not None:
             self._inboxes[coordinator.id] = coordinator.inbox
         try:
-            with torch.inference_mode(False):  # in which nothing that the pass makes could be differentiated
+            if torch.is_inference_mode_enabled():  # nothing that the pass makes could be differentiated
+                with torch.inference_mode(False):
+                    coordinator.run(roots, options, mode, gradients, inputs)
+            else:
                 coordinator.run(roots, options, mode, gradients, inputs)
         finally:
             if tracer is not None:
@@ -149,10 +152,6 @@ class Participant:
             self._worker.submit(functools.partial(self._end_passes, context, [pass_id]))
         except ClosedError:
             logger.debug("a failed pass ends with its worker")
-
-    def tracer(self) -> Tracer | None:
-        """What records the passes; None: nothing does."""
-        return self._worker.hooks.tracer
 
     def running(self) -> int:
         """Return the number of contexts with a pass that began here or has work for this worker."""

@@ -98,7 +98,7 @@ class BackwardStep:
         If ``action`` returns False, nothing is sent: its request was a repetition. Nor if the pass has been
         abandoned meanwhile: its coordinator does not wait any more.
         """
-        tracer = self._participant.tracer()
+        tracer = self._participant.hooks.tracer
         if tracer is None:
             self._carry_out(action)
             return

@@ -90,7 +90,8 @@ class TerminationDetector:
                         self._reported_early.discard(request)
                     else:
                         self._outstanding[request] = worker, waiting.worker
-            self._fail_if_lost()
+            if self._lost or self._lost_requests:
+                self._fail_if_lost()
             failed = self._error is not None
             done = failed or not (self._outstanding or self._reported_early)
         if done:
@@ -140,14 +141,13 @@ class TerminationDetector:
 
     def _fail_if_lost(self) -> None:
         """Fail if an outstanding request is lost, or its receiver or sender. The caller holds the lock."""
-        if self._lost or self._lost_requests:
-            for request, (receiver, sender) in self._outstanding.items():
-                lost = self._lost.get(receiver) or self._lost_requests.get(request)
-                if receiver != self._root:
-                    lost = lost or self._lost.get(sender)
-                if lost is not None:
-                    self._error = self._error or lost
-                    return
+        for request, (receiver, sender) in self._outstanding.items():
+            lost = self._lost.get(receiver) or self._lost_requests.get(request)
+            if receiver != self._root:
+                lost = lost or self._lost.get(sender)
+            if lost is not None:
+                self._error = self._error or lost
+                return
 
     def error(self) -> BaseException | None:
         """Return the first error, if any."""

@@ -34,46 +34,39 @@ def _added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return present + gradient
 
 
-class OrderedSum:
-    """The sum of gradients, each added once with a place of its own. Not thread-safe."""
+class OrderedSum(dict[tuple[tuple[int, ...], int, int], torch.Tensor]):
+    """The sum of gradients, each added once with a place of its own. Not thread-safe.
 
-    __slots__ = ("_parts",)
+    Holds complete subtrees by tree, first leaf and height; neither half of a complete subtree is kept.
+    """
 
-    def __init__(self) -> None:
-        # Complete subtrees by tree, first leaf and height; neither half of a complete subtree is kept.
-        self._parts: dict[tuple[tuple[int, ...], int, int], torch.Tensor] = {}
+    __slots__ = ()
 
     def add(self, place: Place, gradient: torch.Tensor) -> None:
         """Add ``gradient``, which nothing else may change as long as it is held."""
-        parts = self._parts
         tree, first = place
-        if not parts:  # often the only one
-            parts[tree, first, 0] = gradient
+        if not self:  # often the only one
+            self[tree, first, 0] = gradient
             return
         height = 0
-        while (sibling := parts.pop((tree, first ^ 1 << height, height), None)) is not None:
+        while (sibling := self.pop((tree, first ^ 1 << height, height), None)) is not None:
             is_right = first >> height & 1
             gradient = added(sibling, gradient) if is_right else added(gradient, sibling)
             first &= ~(1 << height)
             height += 1
-        parts[tree, first, height] = gradient
-
-    def __len__(self) -> int:
-        """Return how many gradients and sums are held."""
-        return len(self._parts)
+        self[tree, first, height] = gradient
 
     def neighbour(self, place: Place) -> torch.Tensor | None:
         """Return the gradient that one at ``place`` is added to at once, if it has arrived."""
-        return self._parts.get((place[0], place[1] ^ 1, 0))
+        return self.get((place[0], place[1] ^ 1, 0))
 
     def total(self) -> torch.Tensor | None:
         """Return the sum so far; None if nothing was added."""
-        parts = self._parts
-        if len(parts) == 1:
-            return next(iter(parts.values()))
+        if len(self) == 1:
+            return next(iter(self.values()))
         total: torch.Tensor | None = None
-        for key in sorted(parts):
-            total = parts[key] if total is None else added(total, parts[key])
+        for key in sorted(self):
+            total = self[key] if total is None else added(total, self[key])
         return total
 
 

@@ -36,6 +36,8 @@ class Membership:
         self._lock = threading.Lock()  # guards all below
         self._changed = threading.Condition(self._lock)
         self._by_id: dict[int, WorkerRecord] = {own.id: own}
+        self.find_known: Callable[[int], WorkerRecord | None] = self._by_id.get
+        """The record of a worker, present or former; None if the id is unknown here."""
         self._by_name: dict[str, WorkerRecord] = {own.name: own}
         self._former: set[int] = set()  # ids of those that have left or died
         self._closed = False
@@ -139,10 +141,6 @@ class Membership:
             RpcTimeoutError: if the store did not reply in ``seconds`` (None: no limit).
         """
         return self._by_id.get(worker_id) or self.find(worker_id, seconds)
-
-    def find_known(self, worker_id: int) -> WorkerRecord | None:
-        """The record of a worker, present or former; None if the id is unknown here."""
-        return self._by_id.get(worker_id)
 
     def runs_the_same(self, worker_id: int) -> bool:
         """Whether a worker runs the same ``__main__`` as this one. False if the id is unknown here."""

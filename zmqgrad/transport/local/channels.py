@@ -23,7 +23,7 @@ import logging
 import select
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -66,7 +66,9 @@ class ReplyChannel:
     def __init__(self, number: int, channels: ReplyChannels) -> None:
         self.number = number
         self._on_settled = channels.on_settled
-        self._in_hand = False  # the owner handles a message that it has received
+        self._ending = channels.ending
+        self.in_hand = False
+        """Whether the owner handles a message that it has received."""
         self._over = False  # a wake-up was read, or the time was over, which the owner is still to be told
         self.spins = True
         self._spinner = Spinner(channels.spin_budget)
@@ -87,19 +89,21 @@ class ReplyChannel:
     def _on_resumed(self) -> None:
         """A descriptor is polled again, which a poll under way does not notice. From any thread."""
         self.wake()
-        self._on_settled(self)
+        if self._ending:
+            self._on_settled(self)
 
     def receive(self, seconds: float | None) -> Inbound | None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
         with self._reading:
-            self._in_hand = False
+            self.in_hand = False
             while self._wait(seconds):
                 packet, connection = self._arrived.popleft()
                 if packet:
-                    self._in_hand = True
+                    self.in_hand = True
                     return self._decode(packet, connection)
                 self._on_path_closed(connection)
-        self._on_settled(self)  # a link may have begun to end meanwhile, whose end is still to be read here
+        if self._ending:  # a link may have begun to end meanwhile, whose end is still to be read here
+            self._on_settled(self)
         return None
 
     def _wait(self, seconds: float | None) -> bool:
@@ -109,24 +113,21 @@ class ReplyChannel:
                 self._over = False
                 return False
             ready = self._spinner.spin(self._poll.poll) if self.spins else []
-            self._over = self._read(ready or self._poll.poll(to_milliseconds(seconds)))
+            ready = ready or self._poll.poll(to_milliseconds(seconds))
+            self._over = not ready
+            for fd, _ in ready:
+                if fd == self._wakeup.fd:
+                    self._wakeup.clear()
+                    self._over = True
+                else:
+                    self._arrived.extend(self._listener.read(fd))
         return True
-
-    def _read(self, ready: list[tuple[int, int]]) -> bool:
-        """Reads what is ready. Returns whether the time was over, or a wake-up arrived."""
-        over = not ready
-        for fd, _ in ready:
-            if fd == self._wakeup.fd:
-                self._wakeup.clear()
-                over = True
-            else:
-                self._arrived.extend(self._listener.read(fd))
-        return over
 
     def settle(self) -> None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
-        self._in_hand = False
-        self._on_settled(self)
+        self.in_hand = False
+        if self._ending:
+            self._on_settled(self)
 
     def take_arrived(self) -> list[Arrival]:
         """Returns all that has arrived, to be handled by the calling thread.
@@ -136,7 +137,7 @@ class ReplyChannel:
         if not self._reading.acquire(blocking=False):
             return []
         try:
-            if self._in_hand or not self._listener.is_open:
+            if self.in_hand or not self._listener.is_open:
                 return []
             while fds := [fd for fd, _ in self._poll.poll(0) if fd != self._wakeup.fd]:
                 for fd in fds:
@@ -158,7 +159,7 @@ class ReplyChannel:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
         self.abandoned = True
         with self._reading:
-            self._in_hand = False
+            self.in_hand = False
             for connection in self._listener.stop():  # nothing more arrives
                 while not self._arrived or self._arrived[-1] != (b"", connection):
                     self._arrived.extend(self._listener.read(connection.fd))
@@ -186,12 +187,8 @@ def _ignore(_: Inbound) -> None:
     """An interrupt has come while its owner abandoned the channel."""
 
 
-def _move(source: list[Any], target: list[Any]) -> None:
-    """Moves the last item, in one call: see Note [One list or the other]."""
-    target.extend(map(source.pop, _LAST))
-
-
 _LAST = (-1,)
+"""``target.extend(map(source.pop, _LAST))`` moves the last item: see Note [One list or the other]."""
 
 
 class ReplyChannels:
@@ -201,7 +198,9 @@ class ReplyChannels:
         endpoint: the mailbox's ipc address, from which those of the channels are derived.
         listen: creates a listener at an endpoint, for a poll.
         on_path_closed: called with a connection that has ended, behind its last packet.
-        on_settled: called with a channel whose owner has left, or does something else than to receive.
+        on_settled: called with a channel whose owner has left, or does something else than to receive, while
+            links end.
+        ending: the links that are about to end, whose last messages may be at a channel.
         budget: how long the threads of this mailbox spin.
     """
 
@@ -212,6 +211,7 @@ class ReplyChannels:
         decode: Decode,
         on_path_closed: Callable[[LocalConnection], None],
         on_settled: Callable[[ReplyChannel], None],
+        ending: Sized,
         budget: SpinBudget,
     ) -> None:
         self.endpoint = endpoint
@@ -219,11 +219,12 @@ class ReplyChannels:
         self.decode = decode
         self.on_path_closed = on_path_closed
         self.on_settled = on_settled
+        self.ending = ending
         self.spin_budget = budget
         self._all: list[ReplyChannel] = []
         # Guards all below. Reentrant, as a finalizer of a port that was forgotten releases its channel.
         self._lock = threading.RLock()
-        self._free: list[ReplyChannel] = []  # see Note [One list or the other]
+        self._free: list[Any] = []  # see Note [One list or the other]
         self._numbers = cycle(range(1, MAX_NUMBER + 1))
         self._closed = False
         self._all_closed = threading.Condition(self._lock)
@@ -233,8 +234,8 @@ class ReplyChannels:
         with self._lock:
             if self._closed or not (self._free or self._add()):
                 return False
-            _move(self._free, held)
-            self._count()
+            held.extend(map(self._free.pop, _LAST))
+            self.spin_budget.waiting = len(self._all) - len(self._free)
             return True
 
     def _add(self) -> bool:
@@ -250,24 +251,23 @@ class ReplyChannels:
         deque(map(list.append, (self._all, self._free), (channel, channel)), maxlen=0)  # in one call
         return True
 
-    def _count(self) -> None:
-        self.spin_budget.waiting = len(self._all) - len(self._free)
-
     def all(self) -> list[ReplyChannel]:
         """Returns all channels, idle or not."""
         return self._all.copy()
 
     def take_back(self, channel: ReplyChannel, held: list[base.ReplyChannel]) -> None:
         """Makes ``channel``, whose owner has left, available to others, or closes it if it was abandoned."""
-        channel.settle()  # before another thread can own it
+        channel.in_hand = False  # before another thread can own it
+        if self.ending:
+            self.on_settled(channel)
         channel.spins = True
         with self._lock:
             if self._closed or channel.abandoned:
                 self._shut(channel)
                 held.clear()
             elif held:
-                _move(held, self._free)
-            self._count()
+                self._free.extend(map(held.pop, _LAST))
+            self.spin_budget.waiting = len(self._all) - len(self._free)
 
     def _shut(self, channel: ReplyChannel) -> None:
         channel.close()
@@ -282,7 +282,7 @@ class ReplyChannels:
             for channel in self._free:
                 self._shut(channel)
             self._free.clear()
-            self._count()
+            self.spin_budget.waiting = len(self._all)
 
     def join(self, seconds: float | None) -> bool:
         """Waits until all are closed. Returns whether that happened within ``seconds``."""
