@@ -208,6 +208,41 @@ def test_passes_at_once_are_graph_tasks_of_their_own(c: Cluster) -> None:
     assert sorted(model_calls) == [(1.0, 1.0)] * 6
 
 
+watched_pairs: list[list[float | None]] = []
+
+
+def watched_pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results with a hook of both."""
+    first, second = x * 2, x * 3
+
+    def note(gradients: Any) -> None:
+        watched_pairs.append([None if each is None else each.item() for each in gradients])
+
+    register_multi_grad_hook((first, second), note)
+    return first, second
+
+
+def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 1, y * 1
+
+
+@pytest.mark.parametrize("at", ["callee", "caller"])
+def test_a_message_that_brings_some_of_the_gradients_completes_a_hook(c: Cluster, at: str) -> None:
+    """Two tensors leave in one message, in which a gradient of only one of them comes back."""
+
+    def program(to: Any, x: Tensor) -> Tensor:
+        if at == "callee":
+            first, _ = to(1, watched_pair, x)
+        else:
+            first, _ = to(1, both, *watched_pair(x))
+        return first * 5
+
+    watched_pairs.clear()
+    alone(program, [leaf(2)])
+    differentiated(program, [leaf(2)])
+    assert watched_pairs == [[5, None]] * 2
+
+
 model_calls: list[tuple[float, ...]] = []
 
 

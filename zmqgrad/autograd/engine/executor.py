@@ -301,8 +301,10 @@ class LocalPass:
             for autograd_id, gradients in arrivals:
                 entry = self._entry_of[autograd_id]
                 numbers = self._numbers[entry]
-                for start, number, gradient in zip(self._starts[entry], numbers, gradients, strict=True):
+                starts = zip(self._starts[entry], numbers, gradients, strict=True)
+                for index, (start, number, gradient) in enumerate(starts):
                     if gradient is None:
+                        self._task.note_absent(entry, index)
                         continue
                     if gradient is not UNDEFINED and not matches(gradient, start):
                         gradient = self._fit(entry, gradient, start)

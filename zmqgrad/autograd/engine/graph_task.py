@@ -35,9 +35,14 @@ class PassTask:
         self.id = next(_ids)
         self._starts = starts
         self._plan = plan
+        self._absent: set[tuple[int, int]] = set()
         self._known: tuple[int, int, set[Any], set[Any]] | None = None
         self.callbacks: deque[Callable[[], None]] = deque()
         """What is to be called at the end of the pass."""
+
+    def note_absent(self, entry: int, index: int) -> None:
+        """Note that the message for ``entry``, which is about to arrive, has no gradient at this start."""
+        self._absent.add((entry, index))
 
     def reaches(self, node: Any) -> tuple[bool, bool]:
         """Return whether ``node`` may get a gradient in the pass, and whether that is certain by now."""
@@ -53,8 +58,8 @@ class PassTask:
         todo: list[Any] = [
             start.node
             for entry in entries
-            for start in self._starts[entry]
-            if isinstance(start, GradientEdge)
+            for index, start in enumerate(self._starts[entry])
+            if isinstance(start, GradientEdge) and (entry, index) not in self._absent
         ]
         found: set[Any] = set()
         while todo:
