@@ -384,6 +384,33 @@ def test_regions_without_grad_on_either_side(c: Cluster) -> None:
         assert_gradients(ctx, (x, [8.0 * 32.0]))
 
 
+@pytest.mark.parametrize("how", ["sync", "async", "remote"])
+def test_results_that_arrive_in_inference_mode_are_tensors_like_others(c: Cluster, how: str) -> None:
+    """As on torch's RPC: an actor keeps what it receives, and a trainer differentiates with it."""
+    x = leaf(3)
+    with torch.inference_mode():
+        if how == "sync":
+            found = rpc.rpc_sync(1, double, (x.detach(),))
+        elif how == "async":
+            found = rpc.rpc_async(1, same, ([x.detach() * 2],)).wait()[0]
+        else:
+            found = rpc.remote(1, double, (x.detach(),)).to_here()
+    assert not found.is_inference()
+    (x * found).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert x.grad.tolist() == [6]
+
+
+def test_a_call_that_is_waited_for_in_inference_mode_keeps_its_history(c: Cluster) -> None:
+    x = leaf(3)
+    with context() as ctx:
+        future = rpc.rpc_async(1, double, (x,))
+        with torch.inference_mode():
+            y = future.wait()
+        backward(ctx, [(y * y).sum()])
+        assert_gradients(ctx, (x, [24.0]))
+
+
 def trained(layer: torch.nn.Module, x: Tensor) -> tuple[bool, Tensor]:
     return all(type(p) is torch.nn.Parameter and p.is_leaf for p in layer.parameters()), layer(x)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.futures import CompletionQueue, RpcFuture
@@ -32,9 +34,15 @@ class ReplyDecoder:
     def decode(self, inbound: Inbound) -> Any:
         """The value of a reply.
 
+        Its tensors do not depend on the mode of the thread that waits: as torch's, those that arrive in
+        inference mode can be used, and differentiated, outside of it.
+
         Raises:
             Exception: what the remote function raised.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.decode(inbound)
         message = inbound.message
         unwrap = self._unwrappers.get(inbound.envelope.type)  # type: ignore[call-overload]
         tensors = None
