@@ -356,6 +356,52 @@ def test_nothing_else_is_accumulated_and_no_hook_of_another_leaf_runs(c: Cluster
         handle.remove()
 
 
+def of_received(call: Call, x: Tensor) -> tuple[Tensor, Tensor]:
+    received: Tensor = call(1, layer, (1, x))
+    return received, received
+
+
+def between(call: Call, x: Tensor) -> tuple[Tensor, Tensor]:
+    made = call(1, layer, (1, x.exp())) * 2
+    return made, made.exp()
+
+
+def sent_on(call: Call, x: Tensor) -> tuple[Tensor, Tensor]:
+    made = call(1, layer, (1, x)).exp()
+    return made, call(2, layer, (2, made)) * made
+
+
+@every_mode
+@pytest.mark.parametrize("program", [of_received, between, sent_on])
+def test_what_lies_behind_the_inputs_neither_runs_nor_is_freed(c: Cluster, program: Any, mode: str) -> None:
+    """The gradient of an input is what its hook returns, as nothing behind it is differentiated."""
+    runs: list[str] = []
+
+    def run(call: Call, x: Tensor, differentiate: Function, backward: Function) -> list[Tensor]:
+        z = x * 1
+        z.register_hook(lambda g: runs.append("behind"))
+        middle, y = program(call, z)
+        middle.register_hook(lambda g: g * 3)
+        (first,) = differentiate((y * y).sum(), middle)
+        runs.append("first")
+        backward((middle * first).sum())
+        runs.append("second")
+        return [first]
+
+    x = leaf(2, 3)
+    expected = run(here, x, torch.autograd.grad, lambda loss: loss.backward())
+    assert x.grad is not None
+    with context() as ctx:
+        found = run(
+            rpc.rpc_sync,
+            x,
+            lambda y, of: grad(ctx, y, of, mode=mode),
+            lambda loss: backward(ctx, [loss]),
+        )
+        same([*found, get_gradients(ctx)[x]], [*expected, x.grad])
+    assert runs == ["first", "behind", "second"] * 2
+
+
 @every_mode
 def test_unused_inputs(c: Cluster, mode: str) -> None:
     x, unused = leaf(2, 3), leaf(3)

@@ -52,6 +52,8 @@ class Context:
         self.keeps_graphs = False
         """Whether a checkpointed call has used a tensor of this worker that is no leaf, as it will again: so
         passes keep what is saved for it, and before it on other workers."""
+        self.computes_again = False
+        """Whether a checkpoint has made a call of this worker, which a pass may make again."""
         self.released = released
         """Whether the context has ended. Messages still in flight are not recorded any more."""
         self._lock = threading.Lock()  # guards sends, recvs, gradients, open sums and storages

@@ -197,6 +197,8 @@ class Autograd:
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
         if context is None:  # the reply has to say that the context has ended
             context = Context(message.context_id, released=True)
+        if message.seed is not None or message.recomputation is not None:
+            context.computes_again = True
         set_active_context(context, message.wants_result_grad)
         envelope = inbound.envelope
         recomputation.set((message.recomputation or 0, (envelope.source, envelope.message_id)))

@@ -14,6 +14,7 @@ import torch
 
 from zmqgrad.autograd.context import ActiveContext, Context
 from zmqgrad.autograd.forwarding import Autograd, autograd_of
+from zmqgrad.autograd.graph.captures import Captures
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.rref.api import RRef
@@ -48,14 +49,14 @@ class RequestedInputs:
         self.gradients: list[torch.Tensor | None] = [None] * len(inputs)
         """The gradient of each of ``inputs`` after the pass; None where there is none."""
 
-    def begin(self, pass_id: int) -> Sequence[torch.Tensor]:
-        """Make the owners of the inputs join the pass. Returns the tensors of this worker."""
+    def begin(self, pass_id: int) -> Captures:
+        """Make the owners of the inputs join the pass. Returns those of this worker."""
         local = [tensor_of(self._inputs[i], i) for i in self._places.get(self._worker.id, ())]
         call = self._context.id, pass_id, self._options
         self._call_owners(
             join, {owner: (*call, self._at(places), places) for owner, places in self._places.items()}
         )
-        return local
+        return Captures(local, all_here=self._places.keys() <= {self._worker.id})
 
     def end(self, pass_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Collect the gradients from the owners; ``gradients`` are those of the tensors of this worker."""

@@ -15,6 +15,7 @@ from zmqgrad.autograd.engine.discovery import Discovery
 from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.engine.step import BackwardStep
 from zmqgrad.autograd.engine.termination import ROOTS, TerminationDetector
+from zmqgrad.autograd.graph.captures import Captures
 from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.errors import AutogradError, RpcTimeoutError
 from zmqgrad.rpc.profiling import profiled_here
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 class Inputs(Protocol):
     """The tensors, on any workers, whose gradients a pass returns."""
 
-    def begin(self, pass_id: int) -> Sequence[torch.Tensor]:
+    def begin(self, pass_id: int) -> Captures:
         """Make the other workers take part in the pass. Returns the tensors of this worker."""
 
     def end(self, pass_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -84,7 +85,7 @@ class Coordinator:
         """
         context = self._context
         is_strict = mode == "fast" and not context.has_history
-        local_inputs: Sequence[torch.Tensor] = ()
+        local_inputs: Captures | Sequence[torch.Tensor] = ()
         if inputs is not None:
             try:
                 local_inputs = inputs.begin(self.id)

@@ -98,6 +98,8 @@ class Differentiation:
         outgoing: Collection[Edge] = groups[0].outgoing
         if len(groups) > 1:
             outgoing = dict.fromkeys([edge for group in groups for edge in group.outgoing])
+        if self._captures is not None:
+            outgoing = self._captures.sinks(outgoing)
         if undefined:
             defined = {edge: g for edge, g in gradients.items() if g is not UNDEFINED}
             with zero_placeholders(reached(undefined, outgoing, is_python_function)) as placeholders:

@@ -146,6 +146,11 @@ class LocalPass:
         """Whether the pass has failed or ended: no further group runs, and what one computes is dropped."""
         self._worker = worker
         self._sends = context.sends() if sends is None else sends
+        stays = (
+            self.captures is not None and not context.computes_again and self.captures.stay_here(self._sends)
+        )
+        if stays:
+            self._sends = ()
         self._entry_of = {ROOTS: 0}  # by autograd id
         for send in self._sends:
             self._entry_of[send.autograd_id] = len(self._entry_of)
@@ -172,7 +177,9 @@ class LocalPass:
         self._task = PassTask(self._starts, self._plan)
         self._differentiation = Differentiation(walk, self._plan, options, self.captures, self._hooks)
         self._id = pass_id
-        self._recvs = walk.recvs
+        self._recvs: dict[Any, RecvMetadata] = {} if stays else walk.recvs
+        if self.captures is not None and self.captures.ends:
+            self._recvs = {node: recv for node, recv in self._recvs.items() if node not in self.captures.ends}
         self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
 
     def _check_versions(self, walk: GraphWalk) -> None:

@@ -6,21 +6,28 @@ tensor in between, torch's engine returns the gradient that it passes by, after 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from zmqgrad.autograd.graph.plan import Edge
 from zmqgrad.autograd.graph.sums import OrderedSum, Place, added
-from zmqgrad.autograd.send_recv import edge_of, edge_or_leaf
+from zmqgrad.autograd.graph.undefined import reached
+from zmqgrad.autograd.send_recv import Send, edge_of, edge_or_leaf
 from zmqgrad.autograd.torch_internals import LEAF_NODE
 
 
 class Captures:
-    """The gradients of ``inputs``, which require grad, as far as the pass has produced them."""
+    """The gradients of ``inputs``, which require grad, as far as the pass has produced them.
 
-    def __init__(self, inputs: Sequence[torch.Tensor] = ()) -> None:
+    ``all_here``: whether no other worker has inputs of the pass.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor] = (), all_here: bool = False) -> None:
+        self._all_here = all_here
+        self.leads_away = True
+        """Whether gradients go to other workers, from which they may come back to an input."""
         self._edges: list[Edge] = []
         self._added: dict[Edge, OrderedSum] = {}  # by inner passes
         for tensor in inputs:
@@ -29,6 +36,22 @@ class Captures:
         self._found: dict[Edge, torch.Tensor | None] = dict.fromkeys(self._edges)
         self.nodes = {node for node, _ in self._edges}
         """The nodes that receive these gradients."""
+        self.ends: Collection[Any] = self.nodes if all_here and len(self.nodes) == 1 else ()
+        """The nodes at which the pass stops: behind the only input there is no other."""
+
+    def stay_here(self, sends: Iterable[Send]) -> bool:
+        """Do not let the pass lead away if nothing that was sent depends on an input. Returns whether so.
+
+        As in one process, nothing behind the inputs runs then, or is freed.
+        """
+        if self._all_here and not any([send.checkpoint is not None for send in sends]):
+            starts = [edge_of(place)[:2] for send in sends for place in send.edges]
+            self.leads_away = bool(reached(starts, (), self.nodes.__contains__))
+        return not self.leads_away
+
+    def sinks(self, edges: Collection[Edge]) -> Collection[Edge]:
+        """Return those of ``edges``, out of a group, at which the pass wants gradients."""
+        return edges if self.leads_away else [edge for edge in edges if edge[0] in self.nodes]
 
     def needs(self, edges: Iterable[Any]) -> Sequence[Any]:
         """Return ``edges`` without those to leaves that are no inputs."""

@@ -51,13 +51,14 @@ class GraphWalk:
     ) -> None:
         self.mode = mode
         self._captures = captures
+        self._ends: Collection[Any] = () if captures is None else captures.ends
         self.edges: dict[Any, Sequence[Any]] = {}
         """The nodes that entries reach, except leaves and recvs, with the edges out of each."""
         self.exclusive: list[dict[Any, Sequence[Any]]] = []
         """For each entry, the nodes of ``edges`` that it reached first."""
         self.recvs: dict[Any, RecvMetadata] = {}
         self.waiting_leaves: set[Any] = set()
-        """Leaves that wait for their complete gradient."""
+        """Leaves, and other ends of a pass, that wait for their complete gradient."""
         self.overlaps: dict[Any, None] = {}  # ordered: gradients are added in an order that follows from it
         """Nodes where an entry met another one."""
         self.boundary: list[dict[Edge, None]] = []
@@ -78,8 +79,8 @@ class GraphWalk:
             self._enter(number, send.edges)
 
     def is_inner(self, node: Any) -> bool:
-        """Whether torch's engine has to run ``node``: it is neither a leaf nor a recv."""
-        return type(node) is not LEAF_NODE and node not in self.recvs
+        """Whether torch's engine has to run ``node``: it is no leaf, no recv and no other end."""
+        return type(node) is not LEAF_NODE and node not in self.recvs and node not in self._ends
 
     def _enter(self, number: int, places: Iterable[EdgeOrLeaf]) -> None:
         """Add entry ``number``, whose gradients enter at ``places``, and walk on from there."""
@@ -99,7 +100,7 @@ class GraphWalk:
                 continue
             starts.append(edge)
             entries.append((node, edge[1]))
-            if type(node) is not LEAF_NODE and not self._note_recv(number, node):
+            if not (type(node) is LEAF_NODE or self._note_recv(number, node) or self._note_end(number, node)):
                 todo.append(node)
         same = self._same_starts
         for start in starts:
@@ -119,7 +120,7 @@ class GraphWalk:
     def _walk(self, number: int, todo: list[Any]) -> None:
         known, leaf_node, recv_node = self.edges, LEAF_NODE, RECV_NODE
         needs = None if self._captures is None else self._captures.needs
-        immediate = self.mode is AccumulateMode.IMMEDIATE
+        immediate, ends = self.mode is AccumulateMode.IMMEDIATE, self._ends
         own: dict[Any, Sequence[Any]] = {}
         boundary: dict[Edge, None] = {}
         while todo:
@@ -140,7 +141,9 @@ class GraphWalk:
                             self._must_wait(number, target)
                     elif target is None:
                         continue
-                    elif kind is recv_node and self._note_recv(number, target):
+                    elif (kind is recv_node and self._note_recv(number, target)) or (
+                        ends and self._note_end(number, target)
+                    ):
                         boundary[edge] = None
                     elif onward is None:
                         onward = target
@@ -172,10 +175,20 @@ class GraphWalk:
                 return False
         elif self.mode is not AccumulateMode.JOINT and not self._has_hooks(node):
             return False
+        self._note_waiting(number, node)
+        return True
+
+    def _note_end(self, number: int, node: Any) -> bool:
+        """Whether the pass stops at ``node``, no leaf, which entry ``number`` reaches."""
+        if node not in self._ends:
+            return False
+        self._note_waiting(number, node)
+        return True
+
+    def _note_waiting(self, number: int, node: Any) -> None:
         self.waiting_leaves.add(node)
         if self._owner.setdefault(node, number) != number:
             self.overlaps[node] = None
-        return True
 
 
 class _CachedHooks(dict[Any, bool]):
