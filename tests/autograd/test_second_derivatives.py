@@ -197,6 +197,42 @@ def test_what_hooks_do_is_differentiated(c: Cluster, mode: str) -> None:
     handle.remove()
 
 
+class CallsBack(torch.autograd.Function):
+    """Has worker 2 compute its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return rpc.rpc_sync(2, torch.mul, (gradient, 3 * x * x))
+
+
+def calls_back(x: Tensor) -> Tensor:
+    y: Tensor = CallsBack.apply(x)  # type: ignore[no-untyped-call]
+    y.register_hook(lambda g: rpc.rpc_sync(0, torch.mul, (g, g)))
+    return y
+
+
+@every_mode
+@pytest.mark.parametrize("on", [0, 1])
+def test_calls_of_hooks_and_backward_functions_are_differentiated(c: Cluster, on: int, mode: str) -> None:
+    x = leaf(2, 3)
+    with context() as ctx:
+        y: Tensor = rpc.rpc_sync(1, layer, (1, rpc.rpc_sync(on, calls_back, (x,)))) if on else calls_back(x)
+        (mine,) = grad(ctx, y.pow(2).sum(), x, create_graph=True, mode=mode)
+        assert mine is not None
+        (second,) = grad(ctx, mine.sum(), x, mode="auto")
+
+    y = x**3
+    y.register_hook(lambda g: g * g)
+    (g,) = torch.autograd.grad((layer(1, y) if on else y).pow(2).sum(), x, create_graph=True)
+    same([mine, second], [g, *torch.autograd.grad(g.sum(), x)])
+
+
 class Once(torch.autograd.Function):
     """Cannot be differentiated twice."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zmqgrad.autograd.context import ActiveContext
 from zmqgrad.autograd.engine.batch import Batch
 from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.engine.termination import ROOTS
@@ -116,7 +117,8 @@ class BackwardStep:
         error: Exception | None = None
         try:
             if self._pass.options.create_graph:
-                with torch.enable_grad():
+                # Calls of hooks and backward functions belong to the graph as well, on every worker.
+                with ActiveContext(self._pass.context), torch.enable_grad():
                     finished = action() is False or self._pass.abandoned or self._send_all()
             else:
                 finished = action() is False or self._pass.abandoned or self._send_all()
