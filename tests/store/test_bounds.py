@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.support.processes import free_port
 from tests.support.waiting import eventually
 from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
 from zmqgrad.store import StoreServer, TCPStore
+from zmqgrad.wire import codec
 
 PATIENCE = 20.0
 
@@ -100,6 +102,23 @@ def test_a_wait_too_many_is_refused(server: StoreServer) -> None:
             waiter.join(PATIENCE)
         with pytest.raises(StoreTimeoutError):
             one.wait(["never"], 0.01)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_reply_that_fits_no_frame_is_refused_and_the_server_goes_on(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of a store may be larger together than a message. With a journal, the server ended."""
+    journal = tmp_path / "journal" if durable else None
+    with closing(StoreServer("tcp://127.0.0.1:*", journal=journal)) as server, connect(server) as store:
+        for n in range(100):
+            store.set(f"{n:0>90}", "")
+        monkeypatch.setattr(codec, "MAX_HEADER_BYTES", 5_000)
+        with pytest.raises(StoreError, match=r"refused: cannot encode StoreKeys: \d+ bytes"):
+            store.list_keys("")
+        with pytest.raises(StoreError, match="refused: cannot encode PrefixCallbackRegistered"):
+            store.watch_prefix("0", lambda key, old, new: None)
+        assert store.num_keys() == 100
 
 
 # ---- foreign clients ---------------------------------------------------------------------------------------

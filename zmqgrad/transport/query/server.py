@@ -370,7 +370,11 @@ class QueryServer:
         Returns:
             False if the reply is known not to arrive.
         """
-        data = encode(message, 0, self.incarnation, request_id)
+        try:
+            data = encode(message, 0, self.incarnation, request_id)
+        except ProtocolError as e:  # such as all keys of a huge store; nobody may wait for it, or end with it
+            message = StoreRefused(Refusal.LIMIT, str(e))
+            data = encode(message, 0, self.incarnation, request_id)
         if self.tracer is not None:
             envelope = (message.TYPE, 0, self.incarnation, request_id, _route_key(route), 0, 0, 0)
             self.tracer.tap(True, 0, envelope, message, len(data), monotonic_ns())
