@@ -83,6 +83,21 @@ def test_keys(ask: Ask, store: TCPStore) -> None:
     assert found[0] == {"key": "a", "value": "1"}
 
 
+def test_keys_do_not_command_the_terminal(ask: Ask, store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = TCPStore.watch_prefix
+
+    def then_change(self: TCPStore, prefix: str, callback: Callable[..., None]) -> None:
+        watch(self, prefix, callback)
+        store.set("k\x1b[2J\n", "1")
+
+    monkeypatch.setattr(TCPStore, "watch_prefix", then_change)
+    code, out, err = ask("watch", "--prefix", "k\x1b", "--count", "1")
+    assert (code, out) == (0, "+ k\\x1b[2J\\n = 1\n")
+    assert err == "watching k\\x1b*; Ctrl-C ends this\n"
+    assert ask("keys")[1] == "k\\x1b[2J\\n\n"
+    assert ask("keys", "--values")[1] == "k\\x1b[2J\\n  1\n"
+
+
 def test_missing_keys(ask: Ask, store: TCPStore) -> None:
     store.set("k", "1")
     assert ask("get", "nope") == (3, "", "zmqgrad store get: no such key: 'nope'\n")

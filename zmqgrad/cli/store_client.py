@@ -145,8 +145,13 @@ def show(value: bytes, limit: int | None = None) -> str:
     """
     kept = "" if limit is not None else "\n\t"
     text = value[: None if limit is None else 4 * (limit + 1)].decode(errors="backslashreplace")
-    text = "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+    text = escaped(text, kept)
     return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def escaped(text: str, kept: str = "") -> str:
+    """``text`` with control characters but those in ``kept`` escaped: a key is text of others, too."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def as_json(value: bytes | None, name: str = "value") -> dict[str, Any]:
@@ -204,13 +209,17 @@ def _keys(store: Store, arguments: argparse.Namespace) -> int:
     keys = store.list_keys(arguments.prefix)
     if not arguments.values:
         for key in keys:
-            _print(arguments, key, key)
+            _print(arguments, escaped(key), key)
         return 0
-    width = max(map(len, keys), default=0)
+    width = max((len(escaped(key)) for key in keys), default=0)
     for key in keys:
         if store.check([key]):  # another client may have deleted it meanwhile
             value = store.get(key)
-            _print(arguments, f"{key:<{width}}  {show(value, MAX_SHOWN)}", {"key": key, **as_json(value)})
+            _print(
+                arguments,
+                f"{escaped(key):<{width}}  {show(value, MAX_SHOWN)}",
+                {"key": key, **as_json(value)},
+            )
     return 0
 
 
@@ -230,7 +239,7 @@ def _watch(store: Store, arguments: argparse.Namespace) -> int:
         else:
             store.watch_key(key, partial(_enqueue, changes, key))
     if not arguments.json:
-        shown = ", ".join(f"{key}*" if arguments.prefix else key for key in arguments.keys)
+        shown = ", ".join(f"{escaped(key)}*" if arguments.prefix else escaped(key) for key in arguments.keys)
         print(f"watching {shown}; Ctrl-C ends this", file=sys.stderr, flush=True)
     seen = 0
     try:
@@ -255,6 +264,7 @@ def _enqueue(
 
 
 def _describe(key: str, old: bytes | None, new: bytes | None) -> str:
+    key = escaped(key)
     if old is None:
         return f"+ {key} = {show(new or b'', MAX_SHOWN)}"
     if new is None:
