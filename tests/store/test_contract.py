@@ -261,6 +261,17 @@ def test_list_keys(store: Store) -> None:
     assert store.list_keys("a") == ["a1", "a2"]
 
 
+def test_the_empty_key_is_a_key(store: Store) -> None:
+    store.set("a", "")
+    count = store.num_keys()
+    store.set("", "1")
+    assert (store.get(""), store.num_keys()) == (b"1", count + 1)
+    assert store.list_keys() == ["", "a"]
+    assert store.list_keys("a") == ["a"]
+    assert store.delete_key("")
+    assert store.list_keys() == ["a"]
+
+
 COMMANDS = st.lists(
     st.tuples(
         st.sampled_from(["set", "add", "append", "delete_key", "compare_set"]),
@@ -349,6 +360,16 @@ def test_a_timeout_names_the_key_and_the_time(store: Store) -> None:
             call()
     assert store.timeout == timedelta(milliseconds=10)
     assert store.get("there") == b""
+
+
+def test_a_timeout_shows_the_beginning_of_long_keys(store: Store) -> None:
+    """Of several of them, each character of which is shown as four, the whole text would fit no message."""
+    keys = [f"long{n}" + "\x01" * 60_000 for n in range(5)]
+    store.set_timeout(0.01)
+    for call in (lambda: store.wait(keys), lambda: store.get(keys[0]), lambda: store.queue_pop(keys[0])):
+        with pytest.raises(StoreTimeoutError, match="long0") as caught:
+            call()
+        assert len(str(caught.value)) < 10_000
 
 
 def test_timeout_zero_checks_once(store: Store) -> None:

@@ -17,6 +17,9 @@ Timeout = timedelta | float
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
+MAX_SHOWN = 200
+"""How many characters of a key an error shows."""
+
 _ESCAPE = 0x10FF00
 _PYTHON_ESCAPE = 0xDC00
 """Offsets of the characters that represent bytes: here, and in Python's surrogate escapes."""
@@ -43,6 +46,11 @@ def as_key(key: str | bytes) -> str:
     if len(key) > MAX_KEY:
         raise ConfigurationError(f"a key of {len(key)} characters (at most {MAX_KEY}): {key[:40]!r}...")
     return key
+
+
+def show_key(key: str) -> str:
+    """``key`` as errors show it: its beginning, if it is long."""
+    return repr(key) if len(key) <= MAX_SHOWN else f"{key[:MAX_SHOWN]!r}..."
 
 
 def as_keys(keys: Sequence[str]) -> tuple[str, ...]:

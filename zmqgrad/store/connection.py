@@ -20,6 +20,7 @@ from zmqgrad.errors import (
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.store.addresses import connecting_address, doctor_hint, why_unknown
+from zmqgrad.store.arguments import show_key
 from zmqgrad.store.watch import RENEW_SECONDS, WatchRegistry, as_registration, unwatch_query, watch_query
 from zmqgrad.store.watch_cache import ChangeNotification, Registration
 from zmqgrad.store.watch_targets import Prefix, Target, topic_of
@@ -272,7 +273,7 @@ def _name(query: Message) -> str:
     words = re.findall("[A-Z][a-z]+", type(query).__name__.removeprefix("Store"))
     call = "_".join(words).lower().replace("get_num_keys", "num_keys")
     if isinstance(query, (StoreWait, StoreCheck, StoreMultiGet, StoreMultiSet)):
-        shown = ", ".join(repr(key) for key in query.keys[:3]) + (", ..." if len(query.keys) > 3 else "")
+        shown = ", ".join(map(show_key, query.keys[:3])) + (", ..." if len(query.keys) > 3 else "")
         return f"{call}([{shown}])"
     key = getattr(query, "key", None)
-    return f"{call}({'' if key is None else repr(key)})"
+    return f"{call}({'' if key is None else show_key(key)})"

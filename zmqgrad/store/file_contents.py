@@ -89,15 +89,15 @@ class FileContents:
     def num_keys(self) -> int:
         """Number of keys, without the library's own."""
         count: int = self._db.execute(
-            "SELECT count(*) FROM keys WHERE substr(key, 1, 1) != ?", (INTERNAL_PREFIX.encode(),)
+            "SELECT count(*) FROM keys WHERE substr(key, 1, 1) IS NOT ?", (INTERNAL_PREFIX.encode(),)
         ).fetchone()[0]
         return count
 
     def keys(self, prefix: str) -> list[str]:
         """The sorted keys that begin with ``prefix``; internal keys only if ``prefix`` is internal."""
         start = prefix.encode()
-        rows = self._db.execute(
-            "SELECT key FROM keys WHERE key >= ? AND substr(key, 1, ?) = ? ORDER BY key",
+        rows = self._db.execute(  # a part of the empty key is NULL
+            "SELECT key FROM keys WHERE key >= ? AND coalesce(substr(key, 1, ?), x'') = ? ORDER BY key",
             (start, len(start), start),
         )
         keys = [checked(key, bytes).decode() for (key,) in rows.fetchall()]

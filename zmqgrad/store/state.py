@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zmqgrad.store.actions import CHANGES, READS, queue_condition
+from zmqgrad.store.arguments import show_key
 from zmqgrad.store.contents import Contents, Item, Queues, Storage
 from zmqgrad.store.effects import DONE, MAX_BATCH_BYTES, Effect, Reply, refuse
 from zmqgrad.store.wait_queue import BlockedQuery, WaitQueue
@@ -212,7 +213,7 @@ class State:
 
     def _describe_missing(self, blocked: BlockedQuery) -> str:
         if isinstance(blocked.query, StoreQueuePop):
-            return f"the queue {blocked.query.key!r} stayed empty"
+            return f"the queue {show_key(blocked.query.key)} stayed empty"
         missing = list(dict.fromkeys(key for key in blocked.keys if key not in self.values))
-        shown = ", ".join(repr(key) for key in missing[:5])
+        shown = ", ".join(map(show_key, missing[:5]))
         return f"missing: {shown}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
