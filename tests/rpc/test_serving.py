@@ -28,7 +28,15 @@ from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import Call, Cancel, MessageType, Result, RRefAck
+from zmqgrad.wire.messages import (
+    Call,
+    Cancel,
+    MessageType,
+    Result,
+    RRefAck,
+    RRefChildAccept,
+    RRefUserDelete,
+)
 
 ONE_THREAD = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=1)
 
@@ -361,3 +369,43 @@ def test_an_acknowledgement_to_a_worker_that_is_unknown_here_stops_no_reader(
         assert reference.to_here() == 3
         del reference
         assert eventually(lambda: could_wait, timeout=WAIT) == [True]
+
+
+may_reply = threading.Event()
+
+
+def reply_late(given: rpc.RRef) -> list[rpc.RRef]:
+    may_reply.wait(WAIT)
+    return [given, rpc.RRef("made here")]
+
+
+def test_references_in_a_late_reply_stop_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads that reply, and its RRefs are released: at owners whose addresses are in the store."""
+    may_reply.clear()
+    with two_workers(ZmqMailbox) as (caller, _):
+        send, could_wait = caller.mailbox.send, dict[type, bool]()
+
+        def note_and_send(peer: int, message: Any, *args: Any) -> None:
+            could_wait[type(message)] = may_wait_for_others()
+            send(peer, message, *args)
+
+        future = rpc.rpc_async(1, reply_late, args=(rpc.RRef("of the caller"),), timeout=0.1)
+        with pytest.raises(RpcTimeoutError):
+            future.wait()
+        monkeypatch.setattr(caller.membership, "find_known", lambda worker: None)
+        monkeypatch.setattr(caller.mailbox, "send", note_and_send)
+        may_reply.set()
+        eventually(lambda: {RRefChildAccept, RRefUserDelete} <= could_wait.keys(), timeout=WAIT)
+        assert could_wait[RRefChildAccept]
+        assert could_wait[RRefUserDelete]
+
+
+def test_a_reference_to_the_value_of_an_unknown_worker_is_dropped_alone() -> None:
+    """As no program sends it. Those that are released with it are released at their owners."""
+    with two_workers(ZmqMailbox) as (caller, owner):
+        reference = rpc.remote(1, len, args=("abc",))
+        assert reference.to_here() == 3
+        caller.references.discard([(7, 1001, 1002, 7)])
+        del reference
+        caller.references.flush_releases()
+        eventually(lambda: owner.references.statistics()["owner_rrefs"], lambda count: count == 0, WAIT)

@@ -17,7 +17,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from zmqgrad.errors import NotInitializedError, PeerLostError, RpcError, RRefError, TransportError
+from zmqgrad.errors import (
+    NotInitializedError,
+    PeerLostError,
+    RpcError,
+    RRefError,
+    TransportError,
+    UnknownWorkerError,
+)
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.rref.handle import Handle
@@ -30,6 +37,7 @@ from zmqgrad.rpc.rref.protocol import (
     UserForks,
 )
 from zmqgrad.rpc.rref.values import OwnedValues
+from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import IdSource, show_id
@@ -341,8 +349,12 @@ class ReferenceTable:
         if self._closed:
             return
         try:
-            self._request(peer, message, description=type(message).__name__, on_done=on_done)
-        except (TransportError, NotInitializedError, PeerLostError) as e:
+            if self._worker.membership.find_known(peer) is None and not may_wait_for_others():
+                # To find its address is to ask the store, and the calling thread reads for all others.
+                self._worker.submit(partial(self._send, peer, message, on_ack))
+            else:
+                self._request(peer, message, description=type(message).__name__, on_done=on_done)
+        except (TransportError, NotInitializedError, PeerLostError, UnknownWorkerError) as e:
             logger.debug("%s: cannot send %s to worker %d: %s", self._worker.name, message, peer, e)
 
     def _deleted(self, forks: list[tuple[int, int]]) -> None:
