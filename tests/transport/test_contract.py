@@ -8,6 +8,7 @@ from queue import SimpleQueue
 import pytest
 import zmq
 
+from tests.support.waiting import eventually
 from tests.transport.contract import KeepsOrder, Kind, MailboxContract
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing.mailbox import MemoryMailbox
@@ -20,6 +21,7 @@ from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.security import Keys, load_keys, local_key, secure_client
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.codec import encode
+from zmqgrad.wire.frames import write_session
 from zmqgrad.wire.messages import StoreSet
 
 SECRET = "the secret of this job, of 33 bytes"
@@ -166,6 +168,33 @@ def test_processes_without_the_secret_can_neither_send_nor_receive() -> None:
         assert [other.statistics()["messages_received"] for other in others] == [0, 0, 0]
     finally:
         for each in (mailbox, *others):
+            each.close()
+            assert each.join(Deadline.after(20)) == []
+        kind.close()
+
+
+@pytest.mark.parametrize("only", ["ipc", "tcp"])
+def test_a_message_under_the_name_of_another_worker_does_not_count_for_that(only: str) -> None:
+    """Else the next message of that worker were dropped as a repetition, or its credit were wrong."""
+    kind = OverZmq(only)
+    victim, other = kind.open("victim", 1), kind.open("other", 2)
+    arrived, returned = SimpleQueue[Inbound](), SimpleQueue[Inbound]()
+    addresses = {n: PeerAddress(box.endpoints, box.incarnation) for n, box in ((1, victim), (2, other))}
+    try:
+        victim.start(arrived.put, addresses.__getitem__)
+        other.start(returned.put, addresses.__getitem__)
+        kind.send_raw(victim, [bytes(encode(StoreSet("own name", b""), 9, 1, 1))])
+        assert arrived.get(timeout=20).message == StoreSet("own name", b"")
+        forged = encode(StoreSet("another name", bytes(2000)), 2, other.incarnation, 1)
+        write_session(forged, 1, 0, 0)
+        kind.send_raw(victim, [bytes(forged)])
+        eventually(lambda: victim.statistics()["malformed"], lambda malformed: malformed == 1)
+        other.send(1, StoreSet("first", b""), 1)
+        assert arrived.get(timeout=20).message == StoreSet("first", b"")
+        victim.send(2, StoreSet("back", b""), 1)
+        assert returned.get(timeout=20).envelope.requests == 0
+    finally:
+        for each in (victim, other):
             each.close()
             assert each.join(Deadline.after(20)) == []
         kind.close()

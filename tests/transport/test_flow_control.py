@@ -21,6 +21,7 @@ from zmqgrad.transport.base import Inbound, Mailbox
 from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES, NOTHING_CONSUMED, ReceiveWindow, SendWindow
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.tap import Tapped, observer
+from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Credit, CreditWanted, Message, RRefAck, StoreSet
 
 REQUEST, ANSWER = StoreSet("key", b"value"), RRefAck()
@@ -219,6 +220,16 @@ def test_credit_is_returned_in_batches_or_on_request() -> None:
     assert returns.said[3:] == [(31, 12)]
     window.forget(1)
     assert window.totals(1, NOTHING_CONSUMED) == (0, 0)
+
+
+def test_no_claim_of_a_peer_makes_counters_that_no_message_can_tell() -> None:
+    """As that of a message in chunks of any size, which have not arrived."""
+    returns = Returns()
+    for reply in (False, True):
+        for _ in range(3):
+            returns.window.consumed(1, reply, (1 << 63) - 1)
+    told = returns.window.totals(1, NOTHING_CONSUMED)
+    assert decode(encode(Credit(), 0, 0, 0, consumed=told))[0].requests == told[0]
 
 
 def test_credit_of_one_peer_is_not_that_of_another() -> None:

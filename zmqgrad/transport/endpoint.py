@@ -324,12 +324,18 @@ class Endpoint:
         self, first: bytes, size: int, path: LocalConnection | _Route, error: ProtocolError
     ) -> None:
         """Counts a malformed message, also as received: else it were resent, or kept its credit, forever."""
-        source = path.hello.source if isinstance(path, LocalConnection) else path.identity
-        self._refuse(source, error)
+        if isinstance(path, LocalConnection):
+            sender: object = path.hello.source
+            peer: int | None = path.hello.source
+        else:
+            sender, peer = path.identity, None if path.link is None else path.link.peer
+        self._refuse(sender, error)
         try:
             envelope = read_envelope(first)
         except ProtocolError:
             return  # not from a worker
+        if peer not in (None, envelope.source):
+            return  # the worker that it names has not sent it
         if isinstance(path, _Route) and envelope.sequence:
             self._accept(self._links.to(envelope.source), envelope, len(first))
         if size >= MIN_COUNTED_BYTES:

@@ -45,6 +45,9 @@ LOG_INTERVAL_SECONDS = 5.0
 
 NOTHING_CONSUMED = (0, 0)
 
+MAX_CONSUMED = (1 << 64) - 1
+"""What the envelope can tell. Only a peer that claims to have sent more than it has reaches it."""
+
 Notify = Callable[[int, Message], None]
 """Queues a small message for a peer. Must not raise because of that peer."""
 
@@ -287,9 +290,9 @@ class ReceiveWindow:
         with self._lock:
             consumed = self._of(peer)
             if reply:
-                consumed.replies += size
+                consumed.replies = min(consumed.replies + size, MAX_CONSUMED)
             else:
-                consumed.requests += size
+                consumed.requests = min(consumed.requests + size, MAX_CONSUMED)
             self._totals[peer] = consumed.requests, consumed.replies
             is_due = self._is_due(consumed)
         if is_due:
