@@ -312,3 +312,49 @@ def test_hosts_that_cannot_reach_each_other_for_10_seconds_lose_each_other(
         os.close(told)
     for why in whys:
         assert "out of reach" in why
+
+
+def call_for_a_while(rank: int, joined: Path, seconds: float) -> int:
+    enter(rank)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options())
+    calls = 0
+    if rank == 0:
+        assert rpc.rpc_sync("w1", run_once, args=(0,)) == 0
+        joined.write_bytes(b".")
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            calls += 1
+            assert rpc.rpc_sync("w1", run_once, args=(calls,)) == calls
+        joined.write_bytes(b".")
+    rpc.shutdown()
+    return calls
+
+
+@pytest.mark.timeout(120)
+def test_a_link_that_is_up_for_moments_loses_nobody(hosts: Hosts, tmp_path: Path) -> None:
+    """Calls get through in each of them. As often as they come, a sixth of the 10 s, a connection for
+    heartbeats was tried, always when there was none.
+    """
+    joined = tmp_path / "joined"
+    os.mkfifo(joined)
+    told = os.open(joined, os.O_RDWR)
+    ending = threading.Event()
+
+    def flap() -> None:
+        if not select.select([told], [], [], 60)[0]:
+            return
+        os.read(told, 1)
+        while not ending.is_set() and not select.select([told], [], [], 0.45)[0]:
+            with hosts.link_down():
+                hosts.kill_connections()
+                ending.wait(1.15)
+
+    flapping = threading.Thread(target=flap)
+    flapping.start()
+    try:
+        calls, _ = run_processes(call_for_a_while, 2, (joined, 20.0), timeout=90, env=hosts.environment())
+    finally:
+        ending.set()
+        flapping.join()
+        os.close(told)
+    assert calls > 0

@@ -39,7 +39,7 @@ REFUSED_SECONDS = 3.0
 """Default of ``LivenessTimeouts.refused``."""
 
 RETRY_SECONDS = 0.25
-"""How long after a refused connection the next attempt follows."""
+"""How long after a refused connection, or one for which there was no network, the next attempt follows."""
 
 
 class LivenessTimeouts(NamedTuple):

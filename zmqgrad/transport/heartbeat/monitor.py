@@ -311,8 +311,10 @@ class HeartbeatMonitor:
                 watched.next_due = now + RETRY_SECONDS
         elif error in _UNREACHABLE_ERRNOS:
             watched.last_error = f", {os.strerror(error)}"
-            # After a break, one attempt decides before the timeout whether the host is reachable again.
-            watched.next_due = now + (watched.detector.interval if connecting else RECONNECT_SECONDS)
+            # An interface that is down fails an attempt at once. Few attempts could all meet moments at which
+            # it is, though messages arrive in between.
+            seconds = min(watched.detector.interval, RETRY_SECONDS) if connecting else RECONNECT_SECONDS
+            watched.next_due = now + seconds
         elif connecting:
             watched.next_due = now + watched.detector.interval  # its backlog is full: the peer is alive
         else:
