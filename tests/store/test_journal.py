@@ -188,3 +188,16 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
     assert error == "[Errno 5] disk I/O error"  # what SQLite makes of EFBIG
     assert written > 3
     assert len(load(tmp_path / "j")[0].values) == written
+
+
+def test_ids_of_64_bits_are_kept(tmp_path: Path) -> None:
+    """Ours are smaller, but another client may choose any; a failure would keep others from their replies."""
+    largest = (1 << 64) - 1
+    journal, contents, replies = Journal(tmp_path / "j"), Contents(), ReplyCache()
+    journal.load(contents, replies)
+    for number in (1, 1 << 63, largest):
+        journal.remember(number, number, StoreNumber(5))
+    journal.forget(1 << 63)
+    journal.commit()
+    journal.close()
+    assert load(tmp_path / "j")[1].last == {n: (n, StoreNumber(5)) for n in (1, largest)}

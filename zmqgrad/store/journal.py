@@ -33,6 +33,10 @@ INSERT INTO counters VALUES (0, 0)
 """
 
 
+_IDS = 1 << 64
+"""Ids of clients and requests have 64 bits."""
+
+
 class Journal:
     """The journal at ``path``, created if missing; one process uses it at a time.
 
@@ -82,7 +86,8 @@ class Journal:
                 queue = contents.queues.setdefault(checked(name, bytes).decode(), deque())
                 queue.append(Item(number, checked(value, bytes)))
             for client, request, reply in self._db.execute("SELECT client, request, reply FROM replies"):
-                replies.remember(client, checked(request, int), decode(checked(reply, bytes))[1])
+                message = decode(checked(reply, bytes))[1]
+                replies.remember(client % _IDS, checked(request, int) % _IDS, message)
             counters = self._db.execute("SELECT revision, last_item FROM counters").fetchone()
             contents.revision, contents.last_item = (checked(each, int) for each in checked(counters, tuple))
         except (*DAMAGE_ERRORS, ProtocolError, msgspec.MsgspecError) as e:
@@ -128,11 +133,13 @@ class Journal:
     def remember(self, client: int, request: int, reply: Message) -> None:
         """Record ``reply`` to the last change of ``client``, in case the query is repeated."""
         encoded = bytes(encode(reply, 0, 0, 0))
-        self._write("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", client, request, encoded)
+        self._write(
+            "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", _signed(client), _signed(request), encoded
+        )
 
     def forget(self, client: int) -> None:
         """Drop the recorded reply of ``client``."""
-        self._write("DELETE FROM replies WHERE client = ?", client)
+        self._write("DELETE FROM replies WHERE client = ?", _signed(client))
 
     def commit(self) -> None:
         """Write the changes since the last commit. Replies to them may be sent afterwards.
@@ -160,3 +167,8 @@ class Journal:
 
     def __repr__(self) -> str:
         return f"<Journal {self.path}>"
+
+
+def _signed(number: int) -> int:
+    """An id as an integer of SQLite, which has a sign."""
+    return number - _IDS if number >= _IDS // 2 else number
