@@ -7,11 +7,14 @@ import resource
 import signal
 import sqlite3
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -520,3 +523,35 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(path, 65534, 65534)
     with pytest.raises(StoreError, match="it belongs to user 65534"):
         FileStore(str(path))
+
+
+def test_an_interrupt_after_any_step_leaves_a_store_that_works(tmp_path: Path) -> None:
+    """Ctrl-C where Python handles it: when a function returns, such as the one that begins a transaction."""
+    left = 0
+
+    def count_down(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        if left and event == "c_return" and "file_connection" in frame.f_code.co_filename:
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+
+    added: SimpleQueue[int] = SimpleQueue()
+    kept: BaseException | None = None  # as the prompt keeps the last error, and with it all frames
+    with FileStore(tmp_path / "f", timeout=10) as store:
+        steps, interrupted = 0, True
+        while interrupted:
+            steps += 1
+            left, interrupted = steps, False
+            sys.setprofile(count_down)
+            try:
+                store.add("n", 1)
+            except KeyboardInterrupt as e:
+                kept, interrupted = e, True
+            finally:
+                sys.setprofile(None)
+            assert store.add("n", 0) <= steps
+            threading.Thread(target=lambda: added.put(store.add("n", 0)), daemon=True).start()
+            assert added.get(timeout=20) <= steps
+    assert isinstance(kept, KeyboardInterrupt)
+    assert steps > 3

@@ -12,8 +12,8 @@ import math
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.effects import Reply
+from zmqgrad.store.effects import Effect, Reply
 from zmqgrad.store.file_contents import SCHEMA, FileContents
 from zmqgrad.store.sqlite import DAMAGE_ERRORS, checked, connect, is_busy
 from zmqgrad.store.state import State
@@ -140,11 +140,13 @@ class FileConnection:
         """Apply ``query`` in one transaction. Returns None if it blocks and ``deadline`` has not passed."""
         self._check_open()
         expired = deadline.passed()
-        with self._transaction(deadline, write=State.may_change(query)) as contents:
+
+        def apply(contents: FileContents) -> list[Effect]:
             state = State(contents)
             effects = state.apply(query, None, 0.0)
-            if not effects and expired:
-                effects = state.expire(math.inf)
+            return state.expire(math.inf) if not effects and expired else effects
+
+        effects = self._transact(deadline, apply, write=State.may_change(query))
         return next((effect.message for effect in effects if type(effect) is Reply), None)
 
     def _check_open(self) -> None:
@@ -155,42 +157,43 @@ class FileConnection:
 
     # ---- transactions -----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _transaction(self, deadline: Deadline, *, write: bool) -> Iterator[FileContents]:
-        """The contents, in a transaction; committed at the end, rolled back by an exception."""
-        self._retry_while_locked(lambda: self._begin(write), deadline)  # acquires self.lock, too
-        try:
-            try:
-                if self._removed or _identity(self.path) != self._identity:
-                    self._removed = True  # the journal of this transaction would belong to another file
-                    raise StoreError(f"the store's file {str(self.path)!r} was removed")
-                yield self._contents
-                if self._db.in_transaction:
-                    self._retry_while_locked(lambda: self._db.execute("COMMIT"), deadline)
-            except BaseException as e:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                if isinstance(e, (sqlite3.Error, UnicodeDecodeError)):
-                    raise self._explained(e) from e
-                raise
-            if write:
-                self._commits += 1
-                self._changed.notify_all()
-        finally:
-            self.lock.release()
+    def _transact(self, deadline: Deadline, work: Callable[[FileContents], _T], *, write: bool) -> _T:
+        """The result of ``work``, called in a transaction: committed at the end, rolled back by an error.
 
-    def _begin(self, write: bool) -> None:
-        self.lock.acquire()
-        try:
-            self._db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
-            try:
-                self._db.execute("SELECT revision FROM meta").fetchone()  # takes the lock for reading
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-        except BaseException:
-            self.lock.release()
-            raise
+        Ctrl-C may come at any line. ``with`` releases the lock even so, which a generator, kept by the
+        traceback, would not.
+        """
+        backoff = Backoff(*POLL_SECONDS)
+        while True:
+            with self.lock:
+                try:
+                    self._begin(write=write)
+                    result = work(self._contents)
+                    if self._db.in_transaction:
+                        self._retry_while_locked(lambda: self._db.execute("COMMIT"), deadline)
+                    if write:
+                        self._commits += 1
+                        self._changed.notify_all()
+                    return result
+                except BaseException as e:
+                    with suppress(sqlite3.ProgrammingError):  # another thread has closed the file
+                        self._roll_back()
+                    if not isinstance(e, DAMAGE_ERRORS):
+                        raise
+                    self._check_busy(e, deadline)
+            threading.Event().wait(backoff.pause(deadline.left()))  # no event signals the release of a lock
+
+    def _begin(self, *, write: bool) -> None:
+        self._roll_back()  # what a second Ctrl-C has kept from that
+        self._db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+        self._db.execute("SELECT revision FROM meta").fetchone()  # takes the lock for reading
+        if self._removed or _identity(self.path) != self._identity:
+            self._removed = True  # the journal of this transaction would belong to another file
+            raise StoreError(f"the store's file {str(self.path)!r} was removed")
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
 
     def _retry_while_locked(self, attempt: Callable[[], _T], deadline: Deadline) -> _T:
         """Call ``attempt`` until no other connection holds the lock on the file. Returns its result."""
@@ -199,14 +202,18 @@ class FileConnection:
             try:
                 return attempt()
             except DAMAGE_ERRORS as e:
-                if not is_busy(e):
-                    raise self._explained(e) from e
-                if deadline.passed():
-                    raise StoreTimeoutError(
-                        f"another process holds the lock on the store's file {str(self.path)!r}, and has not "
-                        f"released it in time; is one stopped?"
-                    ) from e
+                self._check_busy(e, deadline)
             threading.Event().wait(backoff.pause(deadline.left()))  # no event signals the release of a lock
+
+    def _check_busy(self, error: Exception, deadline: Deadline) -> None:
+        """Raise ``error`` as one of the store, unless another connection has the lock, and there is time."""
+        if not is_busy(error):
+            raise self._explained(error) from error
+        if deadline.passed():
+            raise StoreTimeoutError(
+                f"another process holds the lock on the store's file {str(self.path)!r}, and has not "
+                f"released it in time; is one stopped?"
+            ) from error
 
     def _explained(self, error: Exception) -> StoreError:
         reason = f"{error} ({os.strerror(errno.ENOSPC)})" if "full" in str(error) else str(error)
@@ -282,7 +289,8 @@ class FileConnection:
 
         A worker that joins its next group through the same file has opened it again before others close it.
         """
-        with self._transaction(Deadline.after(CLOSE_SECONDS), write=True):
+
+        def count(_: FileContents) -> None:
             self._db.execute(f"UPDATE meta SET {change}")
             opened, closed = checked(self._db.execute("SELECT opened, closed FROM meta").fetchone(), tuple)
             if closed < max(1, self._world_size) or closed < opened:
@@ -297,6 +305,8 @@ class FileConnection:
                 except OSError as e:
                     raise StoreError(f"cannot remove the store's file {name!r}: {e.strerror}") from e
             self._db.execute("ROLLBACK")
+
+        self._transact(Deadline.after(CLOSE_SECONDS), count, write=True)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
