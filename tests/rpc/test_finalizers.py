@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.workers import WAIT, two_workers
 from tests.transport.test_contract import TcpAlone
 from zmqgrad import rpc
 from zmqgrad.errors import RpcError
-from zmqgrad.rpc.current import reset_current_worker, set_current_worker
+from zmqgrad.rpc.current import set_current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.mailbox import ZmqMailbox
 
@@ -37,6 +38,17 @@ def tell(what: str) -> str:
     return what
 
 
+def as_worker(worker: Worker, work: Callable[[], Any]) -> Any:
+    """Call ``work`` with ``worker`` as the current one, in a context of its own.
+
+    The collector may run a finalizer while a context variable is being set. One that sets another in the same
+    context makes the interpreter crash (python/cpython#148891).
+    """
+    context = copy_context()
+    context.run(set_current_worker, worker)
+    return context.run(work)
+
+
 class Remote:
     """Stands for something at worker 1, which it releases when it is collected."""
 
@@ -46,14 +58,11 @@ class Remote:
         outcomes.append(self.outcome)
 
     def __del__(self) -> None:
-        token = set_current_worker(self.worker)
+        self.outcome.append(threading.current_thread().name)
         try:
-            self.outcome.append(threading.current_thread().name)
-            self.outcome.append(self.release())
+            self.outcome.append(as_worker(self.worker, self.release))
         except RpcError as e:
             self.outcome.append(str(e))
-        finally:
-            reset_current_worker(token)
 
 
 outcomes: list[list[Any]] = []
@@ -162,11 +171,7 @@ class Released:
         self.cycle, self.worker = self, worker
 
     def __del__(self) -> None:
-        token = set_current_worker(self.worker)
-        try:
-            self.calls.append(rpc.rpc_async(1, len, args=(LARGE,), timeout=WAIT))
-        finally:
-            reset_current_worker(token)
+        self.calls.append(as_worker(self.worker, lambda: rpc.rpc_async(1, len, args=(LARGE,), timeout=WAIT)))
 
 
 LARGE = torch.ones(30_000)
@@ -210,15 +215,11 @@ class Waits(Released):
         self.errors = errors
 
     def __del__(self) -> None:
-        token = set_current_worker(self.worker)
-        try:
-            for call in (lambda: rpc.RRef(1), lambda: rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT)):
-                try:
-                    call()
-                except RpcError as e:
-                    self.errors.append(str(e))
-        finally:
-            reset_current_worker(token)
+        for call in (lambda: rpc.RRef(1), lambda: rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT)):
+            try:
+                as_worker(self.worker, call)
+            except RpcError as e:
+                self.errors.append(str(e))
 
 
 def test_a_finalizer_that_waits_where_the_library_is_interrupted_gets_an_error(pair: list[Worker]) -> None:

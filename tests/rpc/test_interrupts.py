@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,8 +15,11 @@ import pytest
 
 from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
+from zmqgrad.errors import ClosedError, NotInitializedError
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import TCPStore
 from zmqgrad.transport.mailbox import ZmqMailbox
 
 
@@ -120,3 +124,42 @@ def test_a_thread_that_cannot_wait_ends_nothing_that_closing_needs(pair: list[Wo
     thread.join(WAIT)
     kept.clear()
     assert pair[0].join(Deadline.after(WAIT)) == []
+
+
+def test_an_interrupt_at_the_end_of_the_collector_forbids_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs while the library is at work; what notes its end is interrupted and ignores it."""
+    ignored: list[object] = []
+
+    def interrupt_end(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_locals.get("phase") == "stop" and not ignored:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: ignored.append(raised.exc_type))
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT) as store:
+        store.close_also(gc.collect)
+        gc.disable()
+        sys.setprofile(interrupt_end)
+        try:
+            store.close()
+        finally:
+            sys.setprofile(None)
+        try:
+            assert ignored == [KeyboardInterrupt]
+            assert may_wait_for_others()
+        finally:
+            gc.enable()
+
+
+def test_a_call_that_is_sent_while_its_worker_closes_says_so(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is made afterwards: the state of the transport is nothing that the program knows."""
+
+    def closes_meanwhile(*_: object) -> None:
+        during.setattr(pair[0], "closed", True)
+        raise ClosedError("the mailbox of worker0 is closed")
+
+    with monkeypatch.context() as during:
+        during.setattr(pair[0].mailbox, "send", closes_meanwhile)
+        with pytest.raises(NotInitializedError):
+            rpc.rpc_sync(1, len, args=("abc",))

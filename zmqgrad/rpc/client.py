@@ -343,6 +343,8 @@ class Client:
         """The exception for the caller when ``error`` prevented ``call`` from being sent."""
         if (loss := self._loss_behind(error, call.peer, call.describe())) is not None:
             return loss
+        if isinstance(error, ClosedError) and self._worker.closed:  # since the checks
+            return self._worker.closed_error()
         if isinstance(error, CongestionError):
             return RpcTimeoutError(f"{self._timeout_error(call)}: it was not sent, for {error}")
         return error

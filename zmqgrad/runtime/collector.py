@@ -24,20 +24,26 @@ thread = 0
 _frame: FrameType | None = None  # where it was when the collector began
 
 
+_noted: dict[str, Any] = {}
+"""Holds "stop" once the collector has ended."""
+
+
 def _note(phase: str, _: dict[str, Any]) -> None:
     global thread, _frame
     if phase == "start":
+        _noted.clear()
         _frame, thread = sys._getframe().f_back, threading.get_ident()  # none: the thread is about to end
     else:
         _frame, thread = None, 0
 
 
-gc.callbacks.append(_note)
+# Ctrl-C may keep a Python function from noting the end, but not one of C. (It is raised, and ignored, there.)
+gc.callbacks += [_note, _noted.__setitem__]
 
 
 def interrupts_library() -> bool:
     """Whether the calling thread is in a finalizer for which the collector has interrupted this library."""
-    if not thread or thread != threading.get_ident():
+    if not thread or thread != threading.get_ident() or "stop" in _noted:
         return False
     frame = _frame
     while frame is not None:
