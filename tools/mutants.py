@@ -66,8 +66,7 @@ MUTANTS = {
     ),
     "pass-sender": Mutant(  # a pass waits for gradients that were lost with their sender
         "autograd/engine/termination.py",
-        "                if receiver != self._root:\n"
-        "                    lost = lost or self._lost.get(sender)\n",
+        "            if receiver != self._root:\n                lost = lost or self._lost.get(sender)\n",
         "",
     ),
     "pass-overtaken": Mutant(  # a report that has overtaken another is forgotten

@@ -125,6 +125,10 @@ class SocketMonitor:
 
     Must be created before the socket binds or connects, and used by one thread at a time.
 
+    An I/O thread of libzmq waits for ever to report an event that nobody receives, and with it all sockets of
+    the context. So the receiver is there before the first event, and until the socket reports no more, also
+    if Ctrl-C interrupts whoever creates or uses the monitor.
+
     Args:
         events: the kinds to report, as a sum of constants of this module. Unread events are kept, so request
             few.
@@ -132,13 +136,12 @@ class SocketMonitor:
 
     def __init__(self, socket: zmq.Socket[bytes], events: int) -> None:
         address = f"inproc://zmqgrad-monitor-{os.getpid()}-{next(_monitor_numbers)}"
-        socket.monitor(address, events)
         self._socket = socket
         self._pair: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
         self._pair.linger = 0
-        # libzmq's I/O thread would block on a full monitor, and stop all its other sockets.
-        self._pair.rcvhwm = 0
+        self._pair.rcvhwm = 0  # a full monitor would block the I/O thread, too
         self._pair.connect(address)
+        socket.monitor(address, events)
         self.fd = get_int(self._pair, zmq.FD)
         self.read()  # a descriptor of libzmq reports nothing new before everything was read
 
@@ -155,10 +158,13 @@ class SocketMonitor:
 
     def close(self) -> None:
         """Stops reporting. Must be called before the socket is closed. Idempotent."""
-        if not self._pair.closed:
+        if hasattr(self, "_pair") and not self._pair.closed:
             try:
                 if not self._socket.closed:
                     self._socket.disable_monitor()
             except zmq.ContextTerminated:
                 pass  # it reports nothing more
             self._pair.close(linger=0)
+
+    def __del__(self) -> None:
+        self.close()
