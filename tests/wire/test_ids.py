@@ -40,7 +40,7 @@ def test_exhausted_ids_raise_from_then_on(worker: int) -> None:
     source = IdSource(worker, first=MAX_COUNTER - 1)
     assert [split_id(source.next()) for _ in range(2)] == [(worker, MAX_COUNTER - 1), (worker, MAX_COUNTER)]
     for _ in range(2):
-        with pytest.raises(IndexError):
+        with pytest.raises(OverflowError, match=f"worker {worker} has used up"):
             source.next()
 
 

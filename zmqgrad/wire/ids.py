@@ -7,7 +7,6 @@ id, a reply could be matched with the wrong call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 WORKER_BITS = 16
 COUNTER_BITS = 48
@@ -56,10 +55,18 @@ class IdSource:
     """Generates the ids of one worker. Thread-safe."""
 
     def __init__(self, worker: int, first: int = 1) -> None:
-        # ``next`` of a count is atomic, on free-threaded Python, too; that of a range is not there. The range
-        # only tells when the ids are used up. All of it is C: a call makes several ids.
-        ids = map(
-            range(join_id(worker, MAX_COUNTER) + 1).__getitem__, itertools.count(join_id(worker, first))
-        )
-        self.next: Callable[[], int] = ids.__next__
-        """Returns a new id. Raises IndexError after 2**48 ids."""
+        self._worker = worker
+        self._last = join_id(worker, MAX_COUNTER)
+        # ``next`` of a count is atomic, on free-threaded Python, too; that of a range is not there.
+        self._ids = itertools.count(join_id(worker, first))
+
+    def next(self) -> int:
+        """Return a new id.
+
+        Raises:
+            OverflowError: after 2**48 ids.
+        """
+        found = next(self._ids)
+        if found > self._last:
+            raise OverflowError(f"worker {self._worker} has used up its {COUNTER_BITS}-bit ids")
+        return found

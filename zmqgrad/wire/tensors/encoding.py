@@ -15,7 +15,7 @@ from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
 from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES, Blobs, blob_of
 from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
 from zmqgrad.wire.tensors.dtypes import NAMES
-from zmqgrad.wire.tensors.memory import check_parts, extent, materialized
+from zmqgrad.wire.tensors.memory import check_parts, extent, holds, materialized
 from zmqgrad.wire.tensors.modes import modes_disabled
 from zmqgrad.wire.tensors.sharing import Sharing
 from zmqgrad.wire.tensors.torch_internals import dispatch_modes, function_modes, in_dual_level, is_dual
@@ -128,7 +128,7 @@ def _plain(t: torch.Tensor) -> bool:
         and t.is_contiguous()
         and t.dim() <= MAX_DIMENSIONS
         and not (t.is_conj() or t.is_neg() or t._is_zerotensor() or t.is_quantized)
-        and (not (size := t.nbytes) or t.storage_offset() * t.itemsize + size <= t.untyped_storage().nbytes())
+        and holds(t, t.nbytes)
     )
 
 
