@@ -6,6 +6,7 @@ A test that starts something must end it. What is ending is waited for, up to ``
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing.util
 import os
 import random
@@ -20,7 +21,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.support.leaks import Bomb, Watcher
+from tests.support.leaks import REGISTRIES, Bomb, Watcher
 from zmqgrad.runtime.clock import ManualClock
 
 SEED_VARIABLE = "ZMQGRAD_TEST_SEED"
@@ -120,6 +121,16 @@ def seed(request: pytest.FixtureRequest) -> int:
     if torch is not None:  # of the CPU alone: torch.manual_seed keeps a stack trace for each kind of device
         torch.default_generator.manual_seed(value)
     return value
+
+
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test may register schemes of rendezvous and backends: they are gone after it."""
+    for module, registry in REGISTRIES:
+        imported = importlib.import_module(module)
+        monkeypatch.setattr(imported, registry, dict(getattr(imported, registry)))
+    backends = importlib.import_module("zmqgrad.rpc.backend_registry")
+    monkeypatch.setattr(backends, "BackendType", backends.BackendType)
 
 
 @pytest.fixture

@@ -256,8 +256,8 @@ def test_rendezvous_yields_once() -> None:
 # ---- other schemes ----------------------------------------------------------------------------------------
 
 
-def test_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_handlers", dict(module._handlers))
+@pytest.mark.usefixtures("registries")
+def test_handlers_of_others() -> None:
     asked = []
 
     def handler(url: str, **kwargs: object) -> Iterator[tuple[Store, int, int]]:

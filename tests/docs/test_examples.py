@@ -71,7 +71,7 @@ def test_a_name_has_an_example(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name in NAMES if examples_of(name)))
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "registries")
 @pytest.mark.filterwarnings("ignore:imported from torch's RPC before")  # by other tests of this process
 def test_examples_run_as_written(name: str, namespace: dict[str, Any]) -> None:
     if name.startswith("trace.prometheus"):

@@ -95,16 +95,8 @@ def test_all_gather_states() -> None:
 # ---- names that torch has removed ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def registry() -> Iterator[None]:
-    backends, names = dict(backend_registry._backends), backend_registry.BackendType
-    yield
-    backend_registry._backends.clear()
-    backend_registry._backends.update(backends)
-    backend_registry.BackendType = names
-
-
-def test_the_process_group_backend(registry: None) -> None:
+@pytest.mark.usefixtures("registries")
+def test_the_process_group_backend() -> None:
     backend_registry.register_backend("OTHER", dict, dict)
     for kind in rpc.BackendType, backend_registry.BackendType:
         assert not hasattr(kind, "PROCESS_GROUP")

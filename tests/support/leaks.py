@@ -1,4 +1,4 @@
-"""What a test has left behind: threads, children, sockets, files, shared memory, open outcomes."""
+"""What a test left behind: threads, children, sockets, files, shared memory, registered names, open outcomes."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class Watcher:
         self._files = _files()
         self._zmq = {id(z) for z in _open_zmq()}
         self._shared = _shared_memory()
+        self._registered = _registered()
 
     def what_is_left(self) -> list[str]:
         """What has not gone within ``PATIENCE`` seconds, in words."""
@@ -72,7 +73,8 @@ class Watcher:
         shared = [f"shared memory {m}" for m in sorted(_shared_memory() - self._shared)]
         if shared:
             gc.collect()  # what keeps it may be part of a cycle
-        return threads + children + files + open_zmq + shared
+        names = [f"registered {name}" for name in sorted(_registered() - self._registered)]
+        return threads + children + files + open_zmq + shared + names
 
 
 def _not_ours(thread: threading.Thread) -> bool:
@@ -100,6 +102,27 @@ def _shared_memory() -> set[str]:
         except FileNotFoundError:  # the one that lists them
             continue
     return found
+
+
+REGISTRIES = (
+    ("zmqgrad.rendezvous", "_handlers"),
+    ("zmqgrad.rpc.backend_registry", "_backends"),
+    ("zmqgrad.elastic.registry", "_backends"),
+)
+"""Dictionaries of a whole process, to which programs add with functions of the API."""
+
+OUR_OWN = {"elastic", "env", "etcd", "file", "tcp", "zmq", "TENSORPIPE", "ZMQ", "zmqgrad"}
+"""What zmqgrad itself adds to them, partly when it is first asked for."""
+
+
+def _registered() -> set[str]:
+    return {
+        f"{name!r} in {module}"
+        for module, registry in REGISTRIES
+        if module in sys.modules
+        for name in getattr(sys.modules[module], registry)
+        if name not in OUR_OWN
+    }
 
 
 def _children() -> set[int]:

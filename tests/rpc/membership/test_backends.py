@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import pytest
@@ -19,10 +18,7 @@ def options_for(rpc_timeout: float, init_method: str, **others: Any) -> rpc.Tens
     return rpc.TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **others)
 
 
-def own_name() -> str:
-    return f"own_{uuid.uuid4().hex[:8]}"
-
-
+@pytest.mark.usefixtures("registries")
 def test_a_backend_of_ones_own() -> None:
     seen: list[dict[str, Any]] = []
 
@@ -30,7 +26,7 @@ def test_a_backend_of_ones_own() -> None:
         seen.append(given)
         return registry.init_backend(registry.BackendType["ZMQ"], **given)
 
-    name = own_name()
+    name = "own"
     assert not registry.backend_registered(name)
     backend = rpc.register_backend(name, options_for, join)
     assert registry.backend_registered(name)
@@ -63,6 +59,7 @@ def test_ours_by_all_its_names(kind: Any) -> None:
     rpc.shutdown()
 
 
+@pytest.mark.usefixtures("registries")
 def test_what_cannot_be() -> None:
     def nothing(**given: Any) -> None:
         given["store"].set("used", b"1")
@@ -71,12 +68,12 @@ def test_what_cannot_be() -> None:
         raise KeyError("not today")
 
     url = f"tcp://127.0.0.1:{free_port()}"
-    for handler, error in ((nothing, ArgumentTypeError), (fails, KeyError)):
-        backend = rpc.register_backend(own_name(), options_for, handler)
+    for name, handler, error in (("nothing", nothing, ArgumentTypeError), ("fails", fails, KeyError)):
+        backend = rpc.register_backend(name, options_for, handler)
         options = rpc.construct_rpc_backend_options(backend, 20, url)
         with pytest.raises(error, match=r"init_backend_handler|not today"):
             rpc.init_rpc("alone", backend, rank=0, world_size=1, rpc_backend_options=options)
-    backend = rpc.register_backend(own_name(), lambda **given: given, fails)
+    backend = rpc.register_backend("given", lambda **given: given, fails)
     with pytest.raises(TypeError, match="must be an instance of RpcBackendOptions"):
         rpc.init_rpc("alone", backend, rank=0, world_size=1)
     for none in ("ZMQ", 3, object()):
