@@ -1,4 +1,4 @@
-"""What a test left behind: threads, children, sockets, files, shared memory, registered names, open outcomes."""
+"""What a test has left behind: threads, processes, sockets, files, memory, registrations, open outcomes."""
 
 from __future__ import annotations
 
