@@ -96,6 +96,19 @@ rpc.shutdown()
 dead worker 1, torch's agent would wait for the other one in its exit barrier, and not join the next round."""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["zmqgrad.interop.torchrun", "torch.distributed.elastic.rendezvous"])
+def test_torchelastic_knows_our_backends_whichever_is_imported_first(first: str) -> None:
+    """It loads all entry points while it is imported, and only logs it if one of them fails."""
+    program = (
+        f"import {first}, zmqgrad.interop.torchrun\n"
+        "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry\n"
+        "print(*sorted(name for name in rendezvous_handler_registry._registry if 'zmqgrad' in name))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("zmqgrad zmqgrad-etcd\n", "")
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(150)

@@ -72,7 +72,7 @@ def rendezvous(place: Place, side: str, port: int) -> dict[str, float]:
         backend, store = c10d_rendezvous_backend.create_backend(parameters)
         handler = dynamic_rendezvous.create_handler(store, backend, parameters)
     else:
-        handler = torchrun.rendezvous_backend()(parameters)
+        handler = torchrun.create("zmqgrad", parameters)
     began = place.together()
     found = handler.next_rendezvous()
     ended = time.perf_counter()

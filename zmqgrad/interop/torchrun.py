@@ -1,14 +1,12 @@
 """Our elastic rendezvous for torchrun: ``torchrun --rdzv-backend=zmqgrad --rdzv-endpoint=host:port ...``.
 
-torchelastic finds :func:`rendezvous_backend` and :func:`etcd_backend` by the entry points ``zmqgrad`` and
-``zmqgrad-etcd`` in ``torchrun.handlers``. ``--rdzv-conf`` accepts what
+torchelastic finds it through :mod:`zmqgrad.interop.torchrun_backends`. ``--rdzv-conf`` accepts what
 :func:`zmqgrad.elastic.create_handler` does.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,7 +139,7 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
         return closed
 
 
-def _create(backend: str, parameters: Any) -> TorchrunHandler:
+def create(backend: str, parameters: Any) -> TorchrunHandler:
     """Create a handler from torchelastic's ``RendezvousParameters``.
 
     Raises:
@@ -160,13 +158,3 @@ def _create(backend: str, parameters: Any) -> TorchrunHandler:
             **conf,
         )
     return TorchrunHandler(handler, parameters.backend, parameters.local_addr)
-
-
-def rendezvous_backend() -> Callable[[Any], TorchrunHandler]:
-    """The entry point ``zmqgrad``: returns the function that creates handlers."""
-    return functools.partial(_create, "zmqgrad")
-
-
-def etcd_backend() -> Callable[[Any], TorchrunHandler]:
-    """The entry point ``zmqgrad-etcd``."""
-    return functools.partial(_create, "etcd")
