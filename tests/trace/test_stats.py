@@ -100,11 +100,14 @@ def test_tables_have_a_row_for_each_name(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_names_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = Writer(tmp_path, 0)
-    a.rows.append((Tag.NAME, 0, 2, "\x1b]0;owned\x07"))
+    a.rows.append((Tag.NAME, 0, 2, "\x1b]0;owned\x07\x9b2J"))
     a.message(True, 1, 0x102, 1, 1, 2)
     a.write()
-    assert run("stats", tmp_path) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    for options in [], ["--json"]:
+        assert run("stats", tmp_path, *options) == 0
+        shown = capsys.readouterr().out
+        assert "owned" in shown
+        assert not {"\x1b", "\x9b"} & set(shown)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,19 @@ of ``zmqgrad trace``; 3: there is a problem, such as a deadlock.
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Iterable
 
-import msgspec
-
 from zmqgrad.cli.colours import RED, YELLOW, paint
-from zmqgrad.cli.trace_output import add_view_arguments, note, open_job, printable, read_job, terminal_width
+from zmqgrad.cli.trace_output import (
+    add_view_arguments,
+    note,
+    open_job,
+    print_json,
+    printable,
+    read_job,
+    terminal_width,
+)
 from zmqgrad.runtime.clock import MonotonicClock, monotonic_ns
 from zmqgrad.trace.findings import Finding, Severity, Survey
 from zmqgrad.trace.job import STALLED_NANOSECONDS
@@ -43,7 +48,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Print the findings."""
     findings = _survey(arguments).findings(notes=arguments.all)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
+        print_json(findings, indent=2)
     elif not findings:
         print("nothing stands out")
     else:

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import msgspec
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, TraceError
@@ -32,6 +34,7 @@ MANY_EVENTS = 2_000_000
 PROGRESS_NANOSECONDS = 5_000_000_000
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROL_IN_JSON = re.compile(r"[\x7f-\x9f]")
 
 
 def add_view_arguments(
@@ -216,6 +219,13 @@ def note(text: str) -> None:
 def printable(text: str) -> str:
     """``text`` from a trace, fit for a terminal: control characters, which might command it, are escaped."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def print_json(value: Any, indent: int = 0) -> None:
+    """Print ``value`` as JSON, for a terminal: JSON itself lets control characters from 0x7f on stand."""
+    encoded = msgspec.json.encode(value)
+    text = (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
+    print(_CONTROL_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 def clock_text(wall: int) -> str:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import shutil
 
-import msgspec
-
-from zmqgrad.cli.trace_output import add_view_arguments, count, note, open_job, print_table, printable
+from zmqgrad.cli.trace_output import (
+    add_view_arguments,
+    count,
+    note,
+    open_job,
+    print_json,
+    print_table,
+    printable,
+)
 from zmqgrad.trace.contexts import Contexts
 from zmqgrad.trace.drawing import as_mermaid, as_text
 from zmqgrad.trace.job import Job
@@ -57,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
         del diagram.steps[arguments.limit :]
         note(f"the last {left_out} steps are left out: --limit 0 shows all")
     if arguments.json:
-        print(msgspec.json.encode(diagram).decode())
+        print_json(diagram)
     elif arguments.mermaid:
         print(*map(printable, as_mermaid(diagram)), sep="\n")
     else:
@@ -87,7 +93,7 @@ def _list(job: Job, as_json: bool) -> None:
         for each in Contexts(job.events()).all.values()
     ]
     if as_json:
-        print(msgspec.json.encode(rows).decode())
+        print_json(rows)
     elif rows:
         shown = [{**row, "backward": show_time(row["backward"])} for row in rows]  # type: ignore[arg-type]
         print_table(list(rows[0]), [list(map(str, row.values())) for row in shown])

@@ -6,9 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
-from zmqgrad.cli.trace_output import add_view_arguments, count, open_job, print_table, printable
+from zmqgrad.cli.trace_output import add_view_arguments, count, open_job, print_json, print_table, printable
 from zmqgrad.trace.labels import show_time, size
 from zmqgrad.trace.stats import ProcessRow, Row, Statistics, statistics
 
@@ -38,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
     for rows in (found.types, found.pairs, found.functions):
         rows.sort(key=_ORDERS[arguments.sort], reverse=arguments.sort != "name")
     if arguments.json:
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
         return 0
     _print_processes(found)
     for title, rows in (("function", found.functions), ("type", found.types), ("from > to", found.pairs)):

@@ -7,8 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from zmqgrad.cli.colours import CYAN, GREEN, RED, paint
 from zmqgrad.cli.trace_live import polls
 from zmqgrad.cli.trace_output import (
@@ -19,6 +17,7 @@ from zmqgrad.cli.trace_output import (
     directory_of,
     note,
     open_job,
+    print_json,
     printable,
 )
 from zmqgrad.runtime.clock import wall_ns
@@ -138,7 +137,7 @@ def _show_json(line: Line, wall: int) -> None:
         "received": message.received,
         "latency": line.latency,
     }
-    sys.stdout.write(msgspec.json.encode(shown).decode() + "\n")
+    print_json(shown)
 
 
 def _show_text(line: Line, wall: int) -> None:

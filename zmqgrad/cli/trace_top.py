@@ -10,13 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-import msgspec
-
 from zmqgrad.cli.trace_live import polls
 from zmqgrad.cli.trace_output import (
     add_view_arguments,
     clock_text,
     directory_of,
+    print_json,
     printable,
     table,
     terminal_width,
@@ -120,7 +119,7 @@ def _run(follower: Follower, show: Show, arguments: argparse.Namespace) -> None:
 
 
 def _show_json(snapshot: Snapshot, _: int) -> None:
-    print(msgspec.json.encode(snapshot).decode())
+    print_json(snapshot)
 
 
 def text_of(
