@@ -204,6 +204,17 @@ def test_shared_storage_of_several_dtypes_stays_shared() -> None:
     assert numbers.tolist() == [0, 0x01010101, 0, 0, 0, 0, 0, 0]
 
 
+def test_views_of_any_alignment_stay_shared() -> None:
+    raw = torch.arange(64, dtype=torch.uint8)
+    views = raw[3:41], raw[8:24].view(torch.float32), raw[16:48].view(torch.complex128), raw[5:9]
+    got = travel(*views)
+    for view, there in zip(views, got, strict=True):
+        assert bits(view) == bits(there)
+    got[0].fill_(0)
+    assert got[1].tolist() == [0, 0, 0, 0]
+    assert bits(got[3]) == bytes(4)
+
+
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 64)), min_size=2, max_size=4), st.integers(0, 3))
 def test_what_is_shared_here_is_shared_there(windows: list[tuple[int, int]], written: int) -> None:
     base = torch.arange(64.0)

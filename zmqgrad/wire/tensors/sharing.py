@@ -34,12 +34,16 @@ class Sharing:
         # id of a tensor -> the span of bytes [start, end) that it is a view of
         self._spans: dict[int, tuple[int, int]] = {}
         self._blobs: dict[tuple[int, int], int] = {}
-        for windows in by_storage.values():
+        for pointer, windows in by_storage.items():
             if len(windows) > 1:
-                self._merge(windows)
+                self._merge(pointer, windows)
 
-    def _merge(self, windows: list[tuple[int, int, torch.Tensor]]) -> None:
-        """Merge overlapping views, unless more than half of the merged span belongs to none of them."""
+    def _merge(self, storage: int, windows: list[tuple[int, int, torch.Tensor]]) -> None:
+        """Merge overlapping views, unless more than half of the merged span belongs to none of them.
+
+        A span begins where an element of the largest dtype may, seen from the start of the ``storage``: so
+        all of its views are aligned in it.
+        """
         windows.sort(key=lambda w: w[:2])
         group: list[tuple[int, int, torch.Tensor]] = []
         end = 0
@@ -47,7 +51,8 @@ class Sharing:
             if group and window[0] >= end:
                 shown = sum(t.nbytes for _, _, t in group)
                 if len(group) > 1 and end - group[0][0] <= 2 * shown:
-                    self._spans.update({id(t): (group[0][0], end) for _, _, t in group})
+                    start = group[0][0] - (group[0][0] - storage) % max([t.itemsize for _, _, t in group])
+                    self._spans.update({id(t): (start, end) for _, _, t in group})
                 group = []
             if window[2] is not None:
                 group.append(window)  # type: ignore[arg-type]
