@@ -290,6 +290,23 @@ def constant(x: Tensor) -> Any:
     return torch.ones(2, dtype=torch.float64), 5, x.detach() * 2
 
 
+sparse_weight = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_()
+
+
+def with_sparse_weight(x: Tensor) -> Any:
+    return x * 2, sparse_weight
+
+
+def test_sparse_leaves_in_a_result(c: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        a, weight = rpc.checkpoint(1, with_sparse_weight, x)
+        backward(ctx, [a.sum() + weight.to_dense().sum()])
+        assert torch.equal(get_gradients(ctx)[x], torch.full((3, 3), 2.0, dtype=torch.float64))
+        with c.acting(1):
+            assert torch.equal(get_gradients(ctx)[sparse_weight].to_dense(), torch.eye(3).double())
+
+
 def test_nothing_that_requires_grad() -> None:
     x = leaf(1)
     with context() as ctx:

@@ -188,6 +188,30 @@ def test_sparse_gradients() -> None:
     assert_as_in_one_process(program, torch.rand(3, 1, dtype=torch.float64, requires_grad=True))
 
 
+class ToSparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: torch.layout) -> Tensor:
+        return x.to_sparse(layout=layout)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g.to_dense(), None
+
+
+def squared_sum(x: Tensor) -> Tensor:
+    return x.to_dense().square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_results_of_functions(layout: torch.layout) -> None:
+    def program(call: Callable[..., Any], x: Tensor) -> Tensor:
+        found: Tensor = call(squared_sum, ToSparse.apply(x, layout))
+        return found
+
+    assert_as_in_one_process(program, torch.eye(3, dtype=torch.float64).requires_grad_())
+
+
 @row("`retain_graph=True`")
 def test_retained_graphs() -> None:
     x = leaf(1, 2)

@@ -34,7 +34,7 @@ from zmqgrad.autograd.graph.accumulate import AccumulateMode
 from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.autograd.graph.walk import GraphWalk
 from zmqgrad.autograd.repeated_calls import is_repeated, random_states, restored
-from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, edge_or_leaf
+from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, edge_or_leaf, follow
 from zmqgrad.autograd.torch_internals import LEAF_NODE, as_graph_task, map_tensors
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import describe
@@ -247,7 +247,7 @@ class CheckpointedCall:
                     f"{self._name} gave {_show(forms)} when it was computed again for the backward pass, and "
                     f"{_show(self._forms)} before: a checkpointed function must do the same both times"
                 )
-            return [y.view_as(y) if y.is_leaf else y for y in tensors if _may_require_grad(y)]
+            return [follow(y) if y.is_leaf else y for y in tensors if _may_require_grad(y)]
 
     def _tensors_of(self, value: Any) -> list[torch.Tensor]:
         """Return the tensors in a result, in the order in which they are sent."""

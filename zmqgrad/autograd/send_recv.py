@@ -99,8 +99,16 @@ def edge_or_leaf(tensor: torch.Tensor) -> EdgeOrLeaf:
         return GradientEdge(node, tensor.output_nr)
     edge = _OwningEdge(node, tensor.output_nr)
     with torch.enable_grad():
-        edge.owner = tensor.view_as(tensor).grad_fn
+        edge.owner = follow(tensor).grad_fn
     return edge
+
+
+def follow(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the values of ``tensor`` that comes behind it in the graph.
+
+    It is a view. A sparse tensor has no views, but can be copied.
+    """
+    return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
 
 
 def edge_of(place: EdgeOrLeaf) -> GradientEdge:
@@ -115,10 +123,9 @@ def edge_of(place: EdgeOrLeaf) -> GradientEdge:
     with torch.inference_mode(False):  # which also enables grad
         if place.layout is torch.strided:
             return get_gradient_edge(place)
-        # Torch finds the node of a leaf through a view; a sparse tensor has no views, but can be copied.
-        copied = place.clone().grad_fn
-    assert copied is not None
-    leaf, number = copied.next_functions[0]
+        following = follow(place).grad_fn  # torch finds the node of a leaf through a view
+    assert following is not None
+    leaf, number = following.next_functions[0]
     assert leaf is not None
     return GradientEdge(leaf, number)
 
