@@ -397,6 +397,29 @@ def test_wrapper_subclasses_lose_their_history_with_a_warning() -> None:
         call(inner_of, Wrapping(torch.ones(2), requires_grad=True))  # nothing is recorded
 
 
+class WrappingGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return Wrapping(g * 2)
+
+
+def with_wrapping_gradient(x: Tensor) -> Any:
+    return WrappingGradient.apply(x)
+
+
+@pytest.mark.parametrize("n", [2, 100_000])
+def test_wrapper_subclasses_are_no_gradients_of_another_worker(n: int) -> None:
+    x = torch.ones(n, requires_grad=True)
+    with context() as ctx:
+        y = call(with_wrapping_gradient, x)
+        with pytest.raises(PayloadError, match="type Wrapping: it has no memory of its own"):
+            backward(ctx, [y.sum()])
+
+
 @row("nested tensors of layout `torch.jagged`")
 def test_jagged_tensors() -> None:
     def program(call: Callable[..., Any], x: Tensor) -> Tensor:

@@ -444,6 +444,26 @@ def test_a_tensor_whose_storage_was_freed_is_refused_where_it_is_sent(
         encode_tensors([*[torch.ones(3) for _ in range(beside)], made], [])
 
 
+class Wrapper(torch.Tensor):
+    """A tensor that is made of another one, and has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+@pytest.mark.parametrize("n", [1, 5, 100_000])
+@pytest.mark.parametrize("beside", [0, 1, 10])
+def test_a_tensor_that_is_made_of_others_is_refused(beside: int, n: int) -> None:
+    with pytest.raises(PayloadError, match=r"type Wrapper: it has no memory of its own"):
+        encode_tensors([*[torch.ones(3) for _ in range(beside)], Wrapper(torch.ones(n))], [])
+
+
 def test_views_of_a_shrunk_storage_are_sent_while_they_lie_in_it() -> None:
     whole = torch.arange(10.0)
     first, last = whole[:5], whole[5:]

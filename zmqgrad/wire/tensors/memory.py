@@ -1,7 +1,8 @@
-"""The memory of a tensor, and tensors without one: zero tensors of autograd, and freed storages.
+"""The memory of a tensor, and tensors without one: zero tensors of autograd, freed storages, and wrappers.
 
-Tensors are sent by address. A zero tensor (``_is_zerotensor``) and one whose storage was freed or shrunk (by
-``resize_``, as sharded training does) have a shape but no bytes there.
+Tensors are sent by address. A zero tensor (``_is_zerotensor``), one whose storage was freed or shrunk (by
+``resize_``, as sharded training does), and one of a class with ``__torch_dispatch__`` that is made of others
+have a shape but no bytes there.
 """
 
 from __future__ import annotations
@@ -20,19 +21,27 @@ def extent(t: torch.Tensor) -> int:
 
 def holds(t: torch.Tensor, size: int) -> bool:
     """Whether the storage of strided ``t``, no zero tensor, has ``size`` bytes from its first element on."""
-    return not size or t.storage_offset() * t.itemsize + size <= t.untyped_storage().nbytes()
+    if not size:
+        return True
+    # The storage of a wrapper tells the size that its shape would take, and has no address.
+    return t.storage_offset() * t.itemsize + size <= t.untyped_storage().nbytes() and t.data_ptr() != 0
 
 
 def materialized(t: torch.Tensor) -> torch.Tensor:
     """Return strided ``t``, or a copy with memory if it is a zero tensor.
 
     Raises:
-        PayloadError: if the storage of ``t`` is too small for its shape.
+        PayloadError: if the storage of ``t`` is too small for its shape, or has no memory.
     """
     if t._is_zerotensor():
         return t.clone()
     if not holds(t, extent(t) * t.itemsize):
         held = t.untyped_storage().nbytes()
+        if held and not t.data_ptr():
+            raise PayloadError(
+                f"cannot send a tensor of type {type(t).__name__}: it has no memory of its own; send the "
+                f"tensors that it is made of. If it is a gradient, a backward function or a hook returned it"
+            )
         raise PayloadError(
             f"cannot send a tensor of shape {tuple(t.shape)} and dtype {t.dtype} on {t.device}: its storage "
             f"holds {held} bytes, which is too few; it was freed or resized. Send it before, or a clone"
