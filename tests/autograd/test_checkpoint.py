@@ -195,6 +195,20 @@ def test_subclasses_in_a_result() -> None:
         torch.testing.assert_close(get_gradients(ctx)[x], 2 * x + 3)
 
 
+def with_marked_constant(x: Tensor) -> Any:
+    return x * 2, torch.ones(2).as_subclass(Marked), {"z": (x * 3).detach().as_subclass(Marked)}
+
+
+def test_subclasses_without_history_in_a_result(c: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        y, a, b = rpc.checkpoint(1, with_marked_constant, x)
+        backward(ctx, [y.sum() + (a.sum() + b["z"].sum()).as_subclass(Tensor)])
+        torch.testing.assert_close(get_gradients(ctx)[x], torch.full_like(x, 2.0))
+        with c.acting(1):
+            assert get_gradients(ctx) == {}
+
+
 def by_own_weight(x: Tensor, route: list[int]) -> Tensor:
     own = torch.full((3, 3), 0.5, dtype=torch.float64, requires_grad=True)
     return rpc.rpc_sync(route[0], by_own_weight, (x @ own, route[1:])) if route else x @ own

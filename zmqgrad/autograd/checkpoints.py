@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -240,7 +241,10 @@ class CheckpointedCall:
                 with blocking_section():
                     value.future.wait()
                 value = value.value()
-            tensors = self._tensors_of(value)
+            constants: list[torch.Tensor] = []  # of subclasses, which the first run has sent as others
+            tensors = self._tensors_of(map_tensors(partial(_as_before, constants), value))
+            for each in constants:
+                each.requires_grad_(False)  # so it accumulates nothing
             forms = list(map(_form, tensors))
             if forms != self._forms:
                 raise AutogradError(
@@ -309,6 +313,14 @@ def _as_if_with_history(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     sent = tensor.detach().requires_grad_()
     vars(sent).update({name: value for name, value in vars(tensor).items() if name not in vars(sent)})
+    return sent
+
+
+def _as_before(constants: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a result as the first run has sent it; notes in ``constants`` one made for that."""
+    sent = tensor if tensor.requires_grad else _as_if_with_history(tensor)
+    if sent is not tensor:
+        constants.append(sent)
     return sent
 
 
