@@ -325,6 +325,21 @@ def test_autocast_applies_where_it_was_entered() -> None:
         assert call(torch.mm, torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
 
 
+@row("`torch.compile`")
+def test_compiled_functions() -> None:
+    def program(call: Callable[..., Any], x: Tensor) -> Tensor:
+        def body(x: Tensor) -> Tensor:
+            y = call(cube, x * 2) * x
+            found: Tensor = (call(square, y) + y).sum()
+            return found
+
+        compiled: Callable[[Tensor], Tensor] = torch.compile(body, backend="eager", dynamic=True)
+        return compiled(x)
+
+    assert_as_in_one_process(program, leaf(1, 2))
+    assert_as_in_one_process(program, leaf(1, 2, 3))
+
+
 @row("`torch.no_grad`")
 def test_a_call_without_grad_is_a_constant() -> None:
     def program(call: Callable[..., Any], x: Tensor) -> Tensor:

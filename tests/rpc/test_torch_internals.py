@@ -5,6 +5,7 @@ Each test fails with the name of what a torch release has changed.
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from typing import Any
 
@@ -19,6 +20,13 @@ def test_cpp_future_is_the_base_of_torchs_future() -> None:
     future: torch.futures.Future[int] = torch.futures.Future()
     assert isinstance(future, torch_internals.CppFuture)
     assert isinstance(torch.futures.collect_all([]), torch_internals.CppFuture)
+
+
+def test_the_compiler_skips_the_package() -> None:
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    torch_internals.keep_out_of_graphs()
+    assert rules.check_file(torch_internals.__file__).skipped
+    assert not rules.check_file(__file__).skipped
 
 
 def test_cpp_future_init_accepts_a_list_of_devices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import torch.distributed.rpc  # makes torch._C._distributed_rpc
 from torch.autograd import profiler, profiler_legacy
 from torch.autograd.profiler_util import EventList
+
+from zmqgrad.import_hooks import AfterImport
 
 CppFuture = torch._C.Future
 """The C++ class under ``torch.futures.Future``. ``collect_all`` and C++'s ``then`` return plain instances."""
@@ -83,3 +86,29 @@ def event_tree(events: list[Any], **options: Any) -> EventList:
 def is_torch_operator(function: Callable[..., Any]) -> bool:
     """Whether ``function`` is an operator that TorchScript knows, such as ``torch.add``."""
     return torch.jit._builtins._find_builtin(function) is not None  # type: ignore[no-untyped-call]
+
+
+_COMPILER = "torch._dynamo.trace_rules"
+
+
+def keep_out_of_graphs() -> None:
+    """Make ``torch.compile`` run this package between its graphs, now or once its compiler is imported.
+
+    It would trace the code of a call like that of the program, with tensors that have no memory to send.
+    Idempotent.
+    """
+    _after_compiler.remove()
+    if _COMPILER in sys.modules:
+        _skip_package()
+    else:
+        _after_compiler.install()
+
+
+def _skip_package() -> None:
+    _after_compiler.remove()
+    rules: Any = sys.modules[_COMPILER]
+    if not rules.check_file(__file__).skipped:
+        rules.add("zmqgrad")
+
+
+_after_compiler = AfterImport(_COMPILER.__eq__, _skip_package)

@@ -25,6 +25,7 @@ from zmqgrad.rpc.membership.registry import Registry
 from zmqgrad.rpc.membership.worker_info import WorkerRecord, program_fingerprint, wait_for_exit
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref.api import install_rrefs
+from zmqgrad.rpc.torch_internals import keep_out_of_graphs
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.runtime.future import Promise
@@ -69,6 +70,7 @@ def make_worker(
     )
     worker = Worker(Membership(own, world_size), mailbox, options, clock)
     install_rrefs(worker)
+    keep_out_of_graphs()
     for extension in EXTENSIONS:
         install_extension(extension, worker)
     return worker
