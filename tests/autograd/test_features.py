@@ -296,6 +296,23 @@ def test_a_checkpoint_around_a_call_repeats_its_random_numbers() -> None:
         torch.testing.assert_close(drawn, torch.rand(3))
 
 
+def square_of_dropped(x: Tensor) -> Tensor:
+    found: Tensor = torch.utils.checkpoint.checkpoint(
+        lambda y: rpc.rpc_sync(0, drop, (y,)) * y, x * 1, use_reentrant=False
+    )
+    return found
+
+
+@pytest.mark.parametrize("mode", ["fast", "auto"])
+def test_a_checkpoint_around_a_call_in_a_stage_repeats_its_random_numbers(mode: str) -> None:
+    x = torch.rand(50).requires_grad_()
+    with context() as ctx:
+        y = call(square_of_dropped, x)
+        for _ in range(2):
+            backward(ctx, [y.sum()], retain_graph=True, mode=mode)
+        torch.testing.assert_close(get_gradients(ctx)[x], 2 * 2 * y.detach() / x.detach())
+
+
 @row("checkpointed calls (`rpc.checkpoint`)")
 def test_a_checkpointed_call() -> None:
     def program(call: Callable[..., Any], x: Tensor) -> Tensor:

@@ -400,6 +400,10 @@ serves meanwhile (its caller, and its number there)."""
 _wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_wants_result_grad", default=True)
 
 
+pass_context: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_pass_context", default=None)
+"""The context of the pass that the calling thread computes for. What a checkpoint of torch calls again
+meanwhile belongs to it; other calls only if it is the active one."""
+
 own_context: Callable[[], Context | None] = _active_context.get
 """Returns the context that the calling thread records for, although that may have been released."""
 

@@ -22,6 +22,7 @@ from zmqgrad.autograd.context import (
     Contexts,
     active_context,
     own_context,
+    pass_context,
     recomputation,
     set_active_context,
     wants_result_grad,
@@ -30,7 +31,7 @@ from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.repeated_calls import Run, is_repeated, run_seeded, seed_for_call
 from zmqgrad.autograd.roots import check_roots
-from zmqgrad.autograd.torch_internals import any_tensor, show_passes_to_torch
+from zmqgrad.autograd.torch_internals import any_tensor, in_recomputation, show_passes_to_torch
 from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import Description, describe
@@ -131,6 +132,8 @@ class Autograd:
     ) -> Message:
         """Return ``message``, wrapped with the active context if there is one."""
         context = own_context()
+        if context is None and (context := pass_context.get()) is not None and not in_recomputation():
+            return message
         if context is None or not isinstance(message, _WRAPPED):
             return message
         if not context.released:
@@ -140,7 +143,9 @@ class Autograd:
         if isinstance(message, _CALLS):
             # What a checkpointed call calls, and so on, is called again: nothing is recorded the first time.
             differentiates = torch.is_grad_enabled() and (wants_result_grad() or not is_repeated.get())
-            autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
+            # A checkpoint of torch wants the values again. No pass leads through what is sent for them.
+            recorded = differentiates and not in_recomputation()
+            autograd_id = self._record(context, peer, tensors, what) if recorded else 0
             seed = None if isinstance(message, RRefFetch) else seed_for_call()
             number = recomputation.get()[0] or None
             if number is None and (

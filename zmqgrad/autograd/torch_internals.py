@@ -259,6 +259,12 @@ def in_checkpoint() -> bool:
     return hooks is not None and is_checkpoint_hook(hooks[0])
 
 
+def in_recomputation() -> bool:
+    """Whether the calling thread runs a function of ``torch.utils.checkpoint`` again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOKS[1])
+
+
 def is_checkpoint_hook(hook: Any) -> bool:
     """Whether this hook of saved tensors computes again what it does not keep."""
     return getattr(hook, "__qualname__", "").startswith(_CHECKPOINT_HOOKS)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zmqgrad.autograd.context import ActiveContext
+from zmqgrad.autograd.context import ActiveContext, pass_context
 from zmqgrad.autograd.engine.batch import Batch
 from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.engine.termination import ROOTS
@@ -114,6 +114,13 @@ class BackwardStep:
                 tracer.group_executed(began, context_id, self._pass_id, sends, recvs, self._missing)
 
     def _carry_out(self, action: Callable[[], object]) -> None:
+        token = pass_context.set(self._pass.context)
+        try:
+            self._carry_out_in_context(action)
+        finally:
+            pass_context.reset(token)
+
+    def _carry_out_in_context(self, action: Callable[[], object]) -> None:
         error: Exception | None = None
         try:
             if self._pass.options.create_graph:
