@@ -115,7 +115,7 @@ def kept_waiting(rank: int, path: str) -> int:
     if rank == 0:
         for _ in range(3):
             with pytest.raises(RendezvousTimeoutError):
-                rpc.init_rpc("worker0", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=0.1))
+                rpc.init_rpc("worker0", rpc_backend_options=rpc.RpcBackendOptions(join_timeout=0.1))
         gate.set("tried", b"")
     else:
         gate.wait(["tried"])
@@ -237,7 +237,7 @@ def test_errors_of_joining_name_the_cause_and_leave_nothing_behind() -> None:
 
 def same(rank: int, what: str) -> str:
     """Two workers claim one name, or one rank; a third is as it should be."""
-    options = rpc.RpcBackendOptions(rpc_timeout=8.0)
+    options = rpc.RpcBackendOptions(join_timeout=8.0)
     name = "worker" if what == "name" and rank else f"worker{rank}"
     claimed = 1 if what == "rank" and rank else rank
     try:
@@ -281,7 +281,7 @@ def one_never_comes(rank: int) -> tuple[float, str]:
         return 0.0, ""
     began = MONOTONIC.now()
     with pytest.raises(RendezvousTimeoutError) as caught:
-        rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=3.0))
+        rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.RpcBackendOptions(join_timeout=3.0))
     assert what_is_open()[0] == []
     return MONOTONIC.now() - began, str(caught.value)
 
@@ -292,6 +292,28 @@ def test_a_worker_that_never_joins_is_named_within_the_timeout() -> None:
         assert told.startswith(f"worker{rank}: of 3 workers")
         assert "2" in told.partition("have not joined: [")[2].partition("]")[0]
         assert "MASTER_ADDR" in told
+
+
+def one_comes_late(rank: int, init_method: str, path: str) -> int:
+    """Rank 1 comes when more time has passed than a call may take."""
+    gate = FileStore(path)
+    timeout = 1.0
+    if rank:
+        gate.wait(["waiting"])
+    else:
+        threading.Timer(3 * timeout, gate.set, ("waiting", b"")).start()
+    options = rpc.RpcBackendOptions(rpc_timeout=timeout, init_method=init_method)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    told = rpc.rpc_sync(1 - rank, len, args=("abc",), timeout=AT_ONCE)
+    rpc.shutdown()
+    gate.close()
+    return told
+
+
+@pytest.mark.parametrize("init_method", ["env://", "file://{}/store"])
+def test_the_timeout_of_calls_does_not_bound_joining(tmp_path: Path, init_method: str) -> None:
+    args = (init_method.format(tmp_path), str(tmp_path / "gate"))
+    assert run_processes(one_comes_late, 2, args=args) == [3, 3]
 
 
 def only_here(rank: int, directory: str) -> str:

@@ -327,7 +327,7 @@ def silent_server() -> Iterator[int]:
 
 def refused(rank: int, timeout: float) -> tuple[str, float]:
     began = MONOTONIC.now()
-    options = rpc.RpcBackendOptions(rpc_timeout=timeout)
+    options = rpc.RpcBackendOptions(join_timeout=timeout)
     with pytest.raises(RendezvousError) as raised:
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     return f"{raised.type.__name__}: {raised.value}", MONOTONIC.now() - began

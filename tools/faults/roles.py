@@ -45,7 +45,9 @@ def open_group(p: Participant, rank: int | None, world_size: int | None = 3) -> 
     """Join the group of the cell."""
     place = p.place
     options = rpc.RpcBackendOptions(
-        rpc_timeout=place.step_seconds, init_method=f"tcp://{place.address}:{place.port}"
+        rpc_timeout=place.step_seconds,
+        join_timeout=place.step_seconds,
+        init_method=f"tcp://{place.address}:{place.port}",
     )
     if place.frozen_timeout is not None:
         options.frozen_timeout = place.frozen_timeout

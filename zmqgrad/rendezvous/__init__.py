@@ -433,7 +433,7 @@ def _serve_or_connect(
         raise RendezvousTimeoutError(
             f"rendezvous by {where}: {e}. Rank 0 has not started or has ended, or it uses "
             f"torch.distributed.rpc; or allow more time: timeout=, for init_rpc "
-            f"RpcBackendOptions(rpc_timeout=SECONDS)"
+            f"RpcBackendOptions(join_timeout=SECONDS)"
         ) from None
     except StoreError as e:
         raise RendezvousError(f"rendezvous by {where}: {e}") from e

@@ -62,6 +62,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+NO_LIMIT = 1e8
+"""Seconds; a store has no timeout that means none."""
+
 # Guards _group; held while joining and leaving, which a signal handler may interrupt that calls shutdown.
 _lock = threading.RLock()
 _group: Group | None = None
@@ -85,7 +88,7 @@ def init_rpc(
             world size, None: the next free one.
         world_size: the number of workers; None: from the environment or the URL. If none of these has it,
             any number of workers may join, leave and come back; rank 0 or another process serves the store.
-        rpc_backend_options: init method, default timeout (which also bounds joining), threads.
+        rpc_backend_options: init method, default timeout, how long to wait for the others, threads.
 
     Raises:
         ConfigurationError: if an argument or an environment variable is invalid.
@@ -115,7 +118,7 @@ def init_rpc(
             )
         try:
             _joining = True
-            deadline = Deadline.after(options.rpc_timeout or None)
+            deadline = Deadline.after(options.join_timeout or None)
             store, rank, world_size = _meet(rank, world_size, options)
             if own:
                 group = join_group(store, name, rank, world_size, options, deadline)
@@ -132,14 +135,16 @@ def _meet(
     rank: int | None, world_size: int | None, options: RpcBackendOptions
 ) -> tuple[Store, int | None, int | None]:
     """Run the rendezvous. Returns store, rank and world size (None: not fixed)."""
-    timeout = options.rpc_timeout or 1e8
+    timeout = options.join_timeout or NO_LIMIT
     if world_size is None and not has_world_size(options.init_method):
         store, rank = open_store(options.init_method, rank, timeout, shared_name(None, rank))
-        return store, rank, None
-    size = -1 if world_size is None else world_size
-    return rendezvous_beside(
-        options.init_method, -1 if rank is None else rank, size, timeout, group=shared_name(size)
-    )
+    else:
+        size = -1 if world_size is None else world_size
+        store, rank, world_size = rendezvous_beside(
+            options.init_method, -1 if rank is None else rank, size, timeout, group=shared_name(size)
+        )
+    store.set_timeout(min(timeout, options.rpc_timeout or NO_LIMIT))  # of each query, as with torch
+    return store, rank, world_size
 
 
 def _join_by(

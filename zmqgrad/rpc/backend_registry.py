@@ -165,7 +165,7 @@ def _value_of(backend: Any) -> BackendValue:
 def _join(
     store: Store, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
 ) -> Group:
-    deadline = Deadline.after(rpc_backend_options.rpc_timeout or None)
+    deadline = Deadline.after(rpc_backend_options.join_timeout or None)
     return join_group(store, name, rank, world_size, rpc_backend_options, deadline)
 
 

@@ -23,6 +23,7 @@ DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
+DEFAULT_JOIN_TIMEOUT_SEC = 1800.0  # torch's default_pg_timeout
 MAX_IO_THREADS = 64
 MAX_SPIN_US = 1_000_000
 UNSET_RPC_TIMEOUT = -1.0
@@ -96,6 +97,8 @@ class RpcBackendOptions:
             process may have ended, or a firewall may have reset them.
         frozen_timeout: seconds after which a peer is lost whose process exists but is silent; 0: never. Use
             at least the time that a process may be stalled on a loaded machine.
+        join_timeout: how long ``init_rpc`` waits for the store and for the other workers, in seconds (or a
+            timedelta); 0 for no limit. As with torch, ``rpc_timeout`` does not bound it.
 
     Raises:
         ConfigurationError: if a value is invalid.
@@ -122,10 +125,12 @@ class RpcBackendOptions:
     liveness_timeout: float | None = None
     frozen_timeout: float = LivenessTimeouts().frozen
     refused_timeout: float = LivenessTimeouts().refused
+    join_timeout: float = DEFAULT_JOIN_TIMEOUT_SEC
 
     def __post_init__(self) -> None:
         self.limits.check()
         self.rpc_timeout = check_timeout(self.rpc_timeout, "rpc_timeout")
+        self.join_timeout = check_timeout(self.join_timeout, "join_timeout")
         if not isinstance(self.num_worker_threads, int):
             raise ArgumentTypeError(f"num_worker_threads must be a number, not {self.num_worker_threads!r}")
         if self.num_worker_threads < 1:

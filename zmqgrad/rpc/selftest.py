@@ -23,7 +23,7 @@ TIMEOUT = 30.0
 def main(name: str) -> None:
     """Join as one of two, measure as rank 0, and leave."""
     torch.set_num_threads(1)
-    rpc.init_rpc(name, rpc_backend_options=RpcBackendOptions(rpc_timeout=TIMEOUT))
+    rpc.init_rpc(name, rpc_backend_options=RpcBackendOptions(rpc_timeout=TIMEOUT, join_timeout=TIMEOUT))
     report = measure() if rpc.get_worker_info().id == 0 else None
     rpc.shutdown(timeout=TIMEOUT)
     if report is not None:

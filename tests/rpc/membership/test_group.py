@@ -79,7 +79,7 @@ def test_all_join_and_leave() -> None:
 def test_the_error_names_missing_workers() -> None:
     one, *others = groups(3)
     with pytest.raises(
-        RendezvousTimeoutError, match=r"of 3 workers, these ranks have not joined: \[1, 2\].*rpc_timeout"
+        RendezvousTimeoutError, match=r"of 3 workers, these ranks have not joined: \[1, 2\].*join_timeout"
     ):
         one.join(Deadline.after(0.05))
     for g in (one, *others):
@@ -422,6 +422,7 @@ def test_names_that_cannot_be(name: Any) -> None:
         {"num_worker_threads": 0},
         {"num_worker_threads": 1.5},
         {"rpc_timeout": -1},
+        {"join_timeout": -1},
         {"device_maps": {"a": {0: "nowhere"}}},
     ],
 )

@@ -347,7 +347,7 @@ class Registry:
     def _did_not_join(self, world_size: int, ranks: list[int], why: str = "") -> RendezvousTimeoutError:
         return RendezvousTimeoutError(
             f"{self._own.name}: {_describe_missing(world_size, ranks)}, or allow more "
-            f"time: init_rpc waits for RpcBackendOptions(rpc_timeout=SECONDS), 60 if not set{why}"
+            f"time: init_rpc waits for RpcBackendOptions(join_timeout=SECONDS), 1800 if not set{why}"
         )
 
     def mark_joined(self) -> None:

@@ -118,7 +118,9 @@ def program_with_deaths(rank: int) -> dict[str, str]:
 def program_with_suspicions(rank: int) -> dict[str, str]:
     """Runs worker ``rank`` of a group in which workers lose each other that the others can reach."""
     member = Member(rank)
-    member.options = rpc.RpcBackendOptions(rpc_timeout=PATIENCE, liveness_timeout=1.0, refused_timeout=1.0)
+    member.options = rpc.RpcBackendOptions(
+        rpc_timeout=PATIENCE, join_timeout=PATIENCE, liveness_timeout=1.0, refused_timeout=1.0
+    )
     member.pause = 2.0
     member.live(0)
     return outcomes
@@ -128,7 +130,9 @@ def program_with_freezes(rank: int) -> dict[str, str]:
     """Runs worker ``rank`` of a group in which one is stopped for long. Only worker 1 loses who is silent."""
     member = Member(rank)
     frozen = FROZEN_SECONDS if rank == 1 else 0.0
-    member.options = rpc.RpcBackendOptions(PATIENCE, liveness_timeout=1.0, frozen_timeout=frozen)
+    member.options = rpc.RpcBackendOptions(
+        PATIENCE, liveness_timeout=1.0, frozen_timeout=frozen, join_timeout=PATIENCE
+    )
     member.pause = 2.0
     member.live(0)
     return outcomes
@@ -140,7 +144,6 @@ class Member(Job):
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         del os.environ["WORLD_SIZE"]
-        self.options = rpc.RpcBackendOptions()
         self.patience = PATIENCE
         """How long worker 0 waits for the others to leave."""
         self.pause = 0.02

@@ -77,7 +77,7 @@ left: dict[int, tuple[float, dict[str, str]]] = {}
 def program(rank: int) -> dict[str, str]:
     """Runs the steps of worker ``rank`` in a job that loses nobody."""
     job = Job(rank)
-    rpc.init_rpc(job.name, rank=rank, world_size=job.size)
+    rpc.init_rpc(job.name, rank=rank, world_size=job.size, rpc_backend_options=job.options)
     job.open_store()
     job.run()
     job.settle()
@@ -90,7 +90,7 @@ def program_with_losses(rank: int) -> dict[str, str]:
     """Runs the steps of worker ``rank`` in a job of which workers are killed: any step may fail."""
     job = Job(rank)
     with noting(f"join:{rank}"):
-        rpc.init_rpc(job.name, rank=rank, world_size=job.size)
+        rpc.init_rpc(job.name, rank=rank, world_size=job.size, rpc_backend_options=job.options)
     if outcomes[f"join:{rank}"] != "ok":
         return outcomes
     with noting(f"store:{rank}"):
@@ -123,6 +123,7 @@ class Job:
         self.rank = rank
         self.name = f"worker{rank}"
         self.size = int(os.environ["WORLD_SIZE"])
+        self.options = rpc.RpcBackendOptions(join_timeout=PATIENCE)
         self.rng = random.Random(f"{os.environ[SEED]}/{rank}")
         self.plan = random.Random(os.environ[SEED])  # draws the same on all workers
         kinds = [calls, deferred, references, bursts, backward, passes, work_on_store, watch]
