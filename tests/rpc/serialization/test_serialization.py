@@ -254,6 +254,21 @@ def test_numpy_arrays_arrive_writable_and_independent(n: int) -> None:
     assert turned.shape == (n, 3)
 
 
+@pytest.mark.parametrize("n", [3, 100_000], ids=["inline", "frame"])
+def test_numpy_arrays_that_are_read_only_arrive_writable(n: int) -> None:
+    sent = np.broadcast_to(np.arange(3.0)[:, None], (3, n))
+    first, second = travel([sent, sent])
+    assert first is second
+    assert np.array_equal(sent, first)
+    first += 1
+    assert sent[0, 0] == 0
+    turned = np.ones((3, n)).T
+    turned.flags.writeable = False
+    got = travel({"a": turned})["a"]
+    assert got.flags.writeable
+    assert got.flags.f_contiguous
+
+
 def test_large_pickles_travel_in_a_frame() -> None:
     small, large = serialize("x" * 100), serialize("x" * (MAX_INLINE_PICKLE_BYTES + 1))
     assert small.frames == []

@@ -63,6 +63,9 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_script_function(obj)
         if isinstance(obj, torch.jit.ScriptModule):
             return reduce_script_module(obj)
+        if kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not obj.flags.writeable:
+            # Protocol 5 would keep it read-only. A copy can be written to, as torch's RPC sends it.
+            return obj.copy("K").__reduce_ex__(5)
         return super().reducer_override(obj)
 
     def _reduce_script_function(self, function: Any) -> tuple[Any, ...]:
