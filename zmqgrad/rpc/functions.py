@@ -14,8 +14,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from zmqgrad.errors import OperatorError, RpcError
 from zmqgrad.rpc.calls import describe
+from zmqgrad.rpc.serialization.scripts import scripted_name
 from zmqgrad.rpc.torch_internals import CppFuture, is_torch_operator
 from zmqgrad.runtime.future import Promise
 
@@ -50,6 +53,8 @@ def async_execution(fn: F) -> F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
+    if isinstance(fn, torch.jit.ScriptFunction):  # wraps() has copied the names of that class
+        wrapper.__module__, wrapper.__qualname__ = scripted_name(fn)
     setattr(wrapper, MARK, fn)
     return wrapper  # type: ignore[return-value]
 

@@ -27,6 +27,12 @@ def picky(x: int) -> int:
     return x
 
 
+@rpc.functions.async_execution
+@torch.jit.script
+def scaled_later(x: torch.Tensor, by: int = 3) -> torch.jit.Future[torch.Tensor]:
+    return torch.jit.fork(scaled, x, by)
+
+
 def hidden() -> Callable[..., torch.Tensor]:
     @torch.jit.script
     def two_steps(x: torch.Tensor, by: int = 5) -> torch.Tensor:
@@ -132,3 +138,9 @@ def test_arguments_are_counted_before_anything_is_sent(
 def test_a_method_of_a_module_cannot_go(pair: Cluster) -> None:
     with pytest.raises(TypeError, match=r"pickle.*ScriptMethod"):
         rpc.rpc_async("worker1", torch.jit.script(Layer()).forward, (X,))
+
+
+def test_an_asynchronous_script_function(pair: Cluster) -> None:
+    assert torch.equal(rpc.rpc_sync("worker1", scaled_later, args=(X,)), X * 3)
+    assert torch.equal(rpc.rpc_async("worker1", scaled_later, args=(X, 5)).wait(), X * 5)
+    assert torch.equal(rpc.remote("worker1", scaled_later, args=(X,), kwargs={"by": 2}).to_here(), X * 2)
