@@ -222,6 +222,56 @@ def test_a_worker_that_rejoins_has_a_new_id(town: Town) -> None:
     assert names_known_to(a) == names_known_to(again) == ["a", "b"]
 
 
+def meet(*groups: DynamicGroup) -> list[Any]:
+    """Let these workers meet at a barrier. What each of them raised, or None."""
+    names, raised = [group.worker.name for group in groups], [None] * len(groups)
+
+    def arrive(number: int) -> None:
+        with acting(groups[number]):
+            try:
+                rpc.barrier(names, timeout=WAIT)
+            except RpcError as e:
+                raised[number] = e
+
+    threads = [threading.Thread(target=arrive, args=(number,)) for number in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WAIT)
+    return raised
+
+
+@pytest.mark.parametrize("name", ["a", "c"], ids=["which gathers", "which does not"])
+def test_a_barrier_with_a_worker_that_has_the_name_of_a_former_one(town: Town, name: str) -> None:
+    b, first = town.join("b"), town.join(name)
+    assert meet(b, first) == meet(b, first) == [None, None]
+    first.leave(True, Deadline.after(WAIT))
+    second = town.join(name)
+    eventually(lambda: ids_known_to(b), lambda ids: ids == [b.worker.id, second.worker.id])
+    assert meet(b, second) == [None, None]
+
+
+def test_the_loss_of_a_worker_fails_no_barrier_of_the_next_one_of_its_name(town: Town) -> None:
+    a, first = town.join("a"), town.join("c")
+    assert meet(a, first) == [None, None]
+    town.kill(first)
+    arrived, second = [], town.join("c")
+
+    def arrive() -> None:
+        with acting(second):
+            arrived.append(rpc.barrier(["a", "c"], timeout=WAIT))
+
+    waiting = threading.Thread(target=arrive)
+    waiting.start()
+    eventually(lambda: a.worker.server.in_flight.all())
+    a.worker.lose(first.worker.id, "its process has ended")
+    eventually(lambda: first.worker.id in a.worker.lost)
+    with acting(a):
+        rpc.barrier(["a", "c"], timeout=WAIT)
+    waiting.join(WAIT)
+    assert arrived == [None]
+
+
 def test_a_group_by_pattern_follows_joins_and_losses(town: Town) -> None:
     a = town.join("a")
     with acting(a):

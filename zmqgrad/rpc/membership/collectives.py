@@ -2,7 +2,8 @@
 
 All participants make the same call. The one whose name sorts first is the root: it gathers the values by an
 asynchronous function, which replies when the last value has arrived, or when a participant is lost. A
-sequence number per set of participants distinguishes successive collectives.
+sequence number per set of participants distinguishes successive collectives. A set consists of ids, not of
+names: a worker that has the name of one that has left has made none of its collectives.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from zmqgrad.errors import RpcTimeoutError, UnknownWorkerError
+from zmqgrad.errors import RpcError, RpcTimeoutError, TransportError, UnknownWorkerError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.functions import async_execution
 from zmqgrad.rpc.futures import PythonFuture
@@ -54,10 +55,9 @@ def all_gather(
     if worker.name not in names:
         raise UnknownWorkerError(f"{worker.name} is not one of the participants: {', '.join(names)}")
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
-    for name in names:
-        worker.membership.find(name, deadline.timeout())
-    number = _collectives(worker).next_number(names)
-    call = worker.call(names[0], _contribute, (names, number, worker.name, value), None, timeout)
+    ids = tuple(worker.membership.find(name, deadline.timeout()).id for name in names)
+    number = _collectives(worker).next_number(ids)
+    call = worker.call(ids[0], _contribute, (ids, number, worker.name, value), None, timeout)
     try:
         gathered: dict[str, Any] = worker.decode(worker.wait(call))
     except RpcTimeoutError as e:
@@ -85,9 +85,9 @@ def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIM
 
 
 @async_execution
-def _contribute(names: tuple[str, ...], number: int, name: str, value: Any) -> PythonFuture[dict[str, Any]]:
+def _contribute(ids: tuple[int, ...], number: int, name: str, value: Any) -> PythonFuture[dict[str, Any]]:
     """Runs on the root."""
-    return _collectives(current_worker()).contribute((names, number), name, value)
+    return _collectives(current_worker()).contribute((ids, number), name, value)
 
 
 class _Collectives:
@@ -96,15 +96,15 @@ class _Collectives:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._lock = threading.Lock()  # guards all below
-        self._numbers: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(itertools.count)
-        self._open: dict[tuple[tuple[str, ...], int], dict[str, tuple[Any, PythonFuture[Any]]]] = {}
+        self._numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+        self._open: dict[tuple[tuple[int, ...], int], dict[str, tuple[Any, PythonFuture[Any]]]] = {}
 
-    def next_number(self, names: tuple[str, ...]) -> int:
+    def next_number(self, ids: tuple[int, ...]) -> int:
         """Sequence number of the next collective of these participants."""
         with self._lock:
-            return next(self._numbers[names])
+            return next(self._numbers[ids])
 
-    def contribute(self, key: tuple[tuple[str, ...], int], name: str, value: Any) -> PythonFuture[Any]:
+    def contribute(self, key: tuple[tuple[int, ...], int], name: str, value: Any) -> PythonFuture[Any]:
         """Add the value of ``name``; the future is set when the last value has arrived."""
         future: PythonFuture[Any] = PythonFuture()
         with self._lock:
@@ -114,31 +114,41 @@ class _Collectives:
             if last:
                 del self._open[key]
         if last:
-            values = {each: gathered[each][0] for each in key[0]}
+            values = dict(sorted((each, found) for each, (found, _) in gathered.items()))
             for _, waiting in gathered.values():
                 waiting.set_result(values)
         elif first:
-            self._monitor(key[0])
+            try:
+                self._monitor(key[0])
+            except (RpcError, TransportError) as e:  # one of them has left before this worker knew it
+                self._fail(key, e)
         return future
 
-    def _monitor(self, names: Iterable[str]) -> None:
+    def _monitor(self, ids: Iterable[int]) -> None:
         """Make sure that the loss of a participant is noticed here, also if it has happened before."""
         worker = self._worker
-        for record in map(worker.membership.find, names):
-            if record.id != worker.id:
-                if record.id not in worker.lost:
-                    worker.mailbox.monitor(record.id)
-                if record.id in worker.lost:
-                    self.on_lost(record.id)
+        for peer in ids:
+            if peer != worker.id:
+                if peer not in worker.lost:
+                    worker.mailbox.monitor(peer)
+                if peer in worker.lost:
+                    self.on_lost(peer)
 
     def on_lost(self, peer: int) -> None:
         """Fail the collectives that wait for a lost participant, or whose result it no longer gets."""
-        name = self._worker.membership.name_of(peer)
         with self._lock:
-            failed = [self._open.pop(key) for key in list(self._open) if name in key[0]]
-        for gathered in failed:
-            for _, waiting in gathered.values():
-                waiting.set_exception(self._worker.loss_of(peer, f"a collective of {', '.join(gathered)}"))
+            failed = [key for key in self._open if peer in key[0]]
+            for ids in [ids for ids in self._numbers if peer in ids]:
+                del self._numbers[ids]  # they have made their last one
+        for key in failed:
+            names = ", ".join(map(self._worker.membership.name_of, key[0]))
+            self._fail(key, self._worker.loss_of(peer, f"a collective of {names}"))
+
+    def _fail(self, key: tuple[tuple[int, ...], int], error: Exception) -> None:
+        with self._lock:
+            gathered = self._open.pop(key, {})
+        for _, waiting in gathered.values():
+            waiting.set_exception(error)
 
 
 def _collectives(worker: Worker) -> _Collectives:
