@@ -212,6 +212,37 @@ def test_logs(script: Path, tmp_path: Path) -> None:
     assert (logs / "worker-1.stdout.log").read_text().endswith("\nno end")
 
 
+@pytest.mark.parametrize("redirected", [True, False], ids=["redirected", "displayed"])
+def test_a_log_that_takes_no_more_ends_no_worker(script: Path, tmp_path: Path, redirected: bool) -> None:
+    script.write_text("for n in range(1000): print(f'{n:090}')\n")
+    redirects = ["--redirects", 3] if redirected else []
+    limited = ["bash", "-c", 'ulimit -f 16; exec "$0" "$@"', *LAUNCHER]
+    command = [*limited, "--log-dir", tmp_path, *redirects, script]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    log = tmp_path / "worker-0.stdout.log"
+    assert done.stderr.count(f"cannot write the log {log}: File too large") == 1
+    lines = done.stdout.splitlines()
+    assert lines[-1] == f"[worker 0] {999:090}"
+    logged = log.read_text().splitlines()
+    assert len(logged) < 1000 <= len(logged) + len(lines)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="stands for a full disk")
+def test_an_output_that_takes_no_more_ends_no_worker(script: Path, tmp_path: Path) -> None:
+    script.write_text(
+        f"print('1', flush=True)\nprint('2', flush=True)\nopen({str(tmp_path / 'done')!r}, 'w')"
+    )
+    with open("/dev/full", "w") as full:
+        command = [*LAUNCHER, str(script)]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot write the output of the workers: No space left on device") == 1
+    assert (tmp_path / "done").exists()
+
+
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [("raise", 1, "exit code 1"), ("exit", 7, "exit code 7"), ("kill", 137, "killed by SIGKILL")],

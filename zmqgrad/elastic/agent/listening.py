@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import selectors
@@ -10,9 +11,11 @@ from typing import NamedTuple, Protocol
 
 from zmqgrad.elastic.agent.consequences import may_tell_of_loss
 from zmqgrad.elastic.agent.output import Screen
-from zmqgrad.elastic.agent.streams import STDERR, Stream
+from zmqgrad.elastic.agent.streams import DISK_FULL, STDERR, Stream
 from zmqgrad.elastic.agent.tracebacks import Shown, Tracebacks
 from zmqgrad.elastic.agent.workers import Worker
+
+logger = logging.getLogger(__name__)
 
 Ready = list[tuple[selectors.SelectorKey, int]]
 
@@ -44,6 +47,7 @@ class Listener:
         self.output_closed = False
         self.shown = Shown()
         self._screen = screen
+        self._has_lost_output = False
         self._selector = selectors.DefaultSelector()
         for other in others:
             self._selector.register(other, selectors.EVENT_READ)
@@ -161,6 +165,12 @@ class Listener:
             write()
         except BrokenPipeError:  # as in "| head"
             self.output_closed = True
+        except OSError as e:
+            if e.errno not in DISK_FULL:
+                raise
+            if not self._has_lost_output:
+                self._has_lost_output = True
+                logger.error("cannot write the output of the workers: %s; it is incomplete", e.strerror)
 
 
 def write_all(fd: int, data: bytes) -> None:

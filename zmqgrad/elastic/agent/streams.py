@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import pty
 import struct
@@ -17,7 +18,12 @@ from typing import IO
 from zmqgrad.elastic.agent.output import LineSplitter, without_escapes
 from zmqgrad.elastic.launch_config import Std, Streams
 
+logger = logging.getLogger(__name__)
+
 STDOUT, STDERR = 1, 2
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a file that takes no more. The output is lost; the workers are not."""
 
 _CHUNK = 64 * 1024
 
@@ -41,7 +47,7 @@ class Stream:
         fd: 1 (stdout) or 2 (stderr).
         label: label of each displayed line.
         window: size of the pseudo-terminal that the worker writes to; None: a pipe.
-        log: gets a copy of every byte.
+        log: gets a copy of every byte, until its disk is full.
         shown: whether the agent displays it.
     """
 
@@ -77,9 +83,22 @@ class Stream:
             return b""
         except OSError:  # EIO: on Linux, the other end of the terminal has no holder left
             return None
-        if self._log is not None:
-            self._log.write(chunk)
+        self._write_log(chunk)
         return chunk or None
+
+    def _write_log(self, chunk: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            while chunk:
+                chunk = chunk[self._log.write(chunk) :]
+        except OSError as e:
+            if e.errno not in DISK_FULL:
+                raise
+            text = "cannot write the log %s: %s; it ends here, and what follows is only displayed"
+            logger.error(text, self._log.name, e.strerror)
+            self._log.close()
+            self._log, self.shown = None, True
 
     def close(self) -> None:
         """Close all descriptors."""
