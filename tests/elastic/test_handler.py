@@ -176,6 +176,14 @@ def test_a_node_renews_its_lease_while_it_lives(town: Town) -> None:
     assert made[0].lease_left() > 0
 
 
+def test_nodes_whose_heartbeats_are_never_due_follow_the_state(town: Town) -> None:
+    made = [town.handler(2, 2, expiry=math.inf) for _ in range(2)]
+    results(town.join(*made))
+    assert made[0].lease_left() == math.inf
+    made[1].leave()
+    eventually(made[0].lost_nodes, lambda lost: lost == [made[1].node])
+
+
 def test_heartbeats_wake_nobody(town: Town) -> None:
     made = [town.handler(2, 3) for _ in range(2)]
     results(town.join(*made))

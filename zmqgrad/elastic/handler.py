@@ -360,7 +360,7 @@ class RendezvousHandler:
         # Twice in each interval, so that no delay adds up; and not all nodes of a round at the same time, as
         # only one of them could write then.
         pause = self._settings.keep_alive_interval / 2 * random.uniform(1.0, 1.2)
-        return min(pause, self._holder.next_expiry())
+        return min(pause, self._holder.next_expiry(), threading.TIMEOUT_MAX)
 
     def lease_left(self) -> float:
         """Seconds for which this node surely belongs to its round.

@@ -30,7 +30,7 @@ class LeaseGuard:
 
     def _watch(self) -> None:
         while (left := self._lease_left()) > 0:
-            if self._closed.wait(left):
+            if self._closed.wait(min(left, threading.TIMEOUT_MAX)):
                 return
         if not self._closed.is_set():
             self.has_killed = True
