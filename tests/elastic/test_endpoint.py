@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,20 @@ def test_the_first_process_on_the_host_serves_the_store() -> None:
         assert second.get("k") == b"1"
         with pytest.raises(RendezvousConnectionError, match="cannot be used"):
             open_endpoint(endpoint, 20.0, is_host=True)
+
+
+def test_a_job_whose_store_ends_with_another_job_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+
+    def warned(job: str) -> bool:
+        caplog.clear()
+        handlers.callback(create_handler("zmqgrad", endpoint, job, 1, 2).close)
+        return f"served by a process of another job, 'one': this job ({job!r}) fails when" in caplog.text
+
+    with ExitStack() as handlers:
+        assert [warned(job) for job in ("one", "one", "two")] == [False, False, True]
+    with open_endpoint(endpoint, 20.0), ExitStack() as handlers:  # as `zmqgrad store serve` does
+        assert not warned("two")
 
 
 def test_an_endpoint_that_is_not_served() -> None:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from zmqgrad.elastic.backends import EtcdBackend, StoreBackend
+from zmqgrad.elastic.backends.store import store_is_lost
 from zmqgrad.elastic.endpoint import open_endpoint, parse_endpoint
 from zmqgrad.elastic.handler import RendezvousHandler
 from zmqgrad.elastic.round_stores import RoundStores, ServedByRankZero, SharedStore
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import new_node
 from zmqgrad.elastic.state_holder import RendezvousBackend
-from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
+from zmqgrad.errors import ConfigurationError, RendezvousConnectionError, StoreError
+from zmqgrad.store import TCPStore
 from zmqgrad.store.etcd.cluster import SETTINGS, read_options
 from zmqgrad.store.etcd.store import parse_members
 from zmqgrad.transport.bind_policy import check_bind_address, tcp_address
 from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.security import load_keys
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 READ_TIMEOUT_SECONDS = 60.0
 """Default timeout of stores."""
+
+_SERVED_BY = "zmqgrad/served-by"
+"""Key of a store that a node serves: the id of its job."""
+
+_NOBODY = "\0"
 
 _TIMEOUTS = {f"{name}_timeout": name for name in ("join", "last_call", "close", "heartbeat")}
 _COMMON = (*_TIMEOUTS, "keep_alive_interval", "keep_alive_max_attempt")
@@ -194,10 +204,32 @@ def _create_store_backend(parameters: Parameters) -> tuple[RendezvousBackend, Ro
     try:
         backend = StoreBackend(store, parameters.settings.run_id, owned=True, may_restart=is_host is False)
         store.set_timeout(read)
+        _check_owner(store, parameters)
     except BaseException:
         store.close()
         raise
     return backend, ServedByRankZero(address, read) if parameters.serve_rounds else SharedStore(store)
+
+
+def _check_owner(store: TCPStore, parameters: Parameters) -> None:
+    """Warn if ``store`` ends with another job: a process of that serves it."""
+    own = parameters.settings.run_id
+    try:
+        if store.is_master:
+            store.set(_SERVED_BY, own)
+            return
+        owner = store.compare_set(_SERVED_BY, _NOBODY, _NOBODY).decode()  # writes nothing
+    except StoreError as e:
+        raise store_is_lost(e) from e
+    if owner not in (own, _NOBODY):
+        logger.warning(
+            "the store at %s is served by a process of another job, %r: this job (%r) fails when that "
+            "process ends. Give each job an endpoint of its own, or let `zmqgrad store serve` serve one for "
+            "all",
+            parameters.endpoint,
+            owner,
+            own,
+        )
 
 
 def _create_etcd_backend(parameters: Parameters) -> tuple[RendezvousBackend, RoundStores]:
