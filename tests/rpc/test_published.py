@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -270,6 +271,21 @@ def test_a_callback_and_an_iterator_get_the_versions(trio: Cluster) -> None:
 
     assert asyncio.run(asyncio.wait_for(follow(), WAIT)) == [1, 2, 3]
     assert [heard.get(timeout=WAIT), heard.get(timeout=WAIT)] == [2, 3]
+
+
+def test_a_callback_that_wants_to_end_the_process_gets_the_next_version_all_the_same(trio: Cluster) -> None:
+    heard: SimpleQueue[Any] = SimpleQueue()
+
+    def leave(tensors: rpc.PublishedTensors) -> None:
+        heard.put(tensors.version)
+        sys.exit(3)
+
+    rpc.publish("policy", state(1.0))
+    with trio.acting(2):
+        rpc.subscribe("policy", callback=leave)
+    assert heard.get(timeout=WAIT) == 1
+    rpc.publish("policy", state(2.0))
+    assert heard.get(timeout=WAIT) == 2
 
 
 def test_an_iterator_that_waits_can_be_cancelled_and_ends_with_the_subscription(trio: Cluster) -> None:

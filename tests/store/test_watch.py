@@ -271,8 +271,9 @@ def test_a_registration_of_an_earlier_connection_does_not_go_back() -> None:
         registry.close()
 
 
+@pytest.mark.parametrize("error", [LookupError, SystemExit])
 def test_a_failing_callback_is_logged_and_stops_nothing(
-    registry: WatchRegistry, caplog: pytest.LogCaptureFixture
+    registry: WatchRegistry, caplog: pytest.LogCaptureFixture, error: type[BaseException]
 ) -> None:
     seen = queue.Queue[bytes | None]()
 
@@ -280,7 +281,7 @@ def test_a_failing_callback_is_logged_and_stops_nothing(
 
     def fails(old: bytes | None, new: bytes | None) -> None:
         failing.put(new)
-        raise LookupError("what the user did wrong")
+        raise error("what the user did wrong")
 
     registry.add("k", KeyCallbackAdapter(fails))
     registry.add("k", KeyCallbackAdapter(lambda old, new: seen.put(new)))
@@ -289,7 +290,7 @@ def test_a_failing_callback_is_logged_and_stops_nothing(
             registry.on_notification(update(n))
             assert seen.get(timeout=PATIENCE) == failing.get(timeout=PATIENCE) == b"%d" % n
         registry.close()  # which waits for callbacks that run
-    assert caplog.text.count("LookupError: what the user did wrong") == 2
+    assert caplog.text.count(f"{error.__name__}: what the user did wrong") == 2
     assert "'k'" in caplog.text
 
 

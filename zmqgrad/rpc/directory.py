@@ -220,7 +220,7 @@ class Follower:
                     value = self._value or b""
                 try:
                     self._step(value)
-                except Exception as e:  # user code, or the store
+                except BaseException as e:  # the store, or user code, which may raise SystemExit, too
                     if self._worker.closed:
                         logger.debug("%s is closing: %s", self._worker.name, e)
                     else:

@@ -266,7 +266,7 @@ class WatchRegistry:
                 event = subscription.pending.pop()
             try:
                 subscription.handler(event)
-            except Exception:
+            except BaseException:  # SystemExit, too, which would let the watch wait for this run for ever
                 logger.exception("a callback that watches %r failed", target)
 
     def _resync(self, target: Target, watched: _WatchEntry) -> None:

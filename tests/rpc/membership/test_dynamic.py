@@ -595,7 +595,8 @@ def test_waiting_ends_with_the_worker(town: Town) -> None:
     assert told == ["worker a was shut down while it waited for others"]
 
 
-def test_callbacks_get_each_event_once_and_may_make_calls(town: Town) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_callbacks_get_each_event_once_and_may_make_calls(town: Town, error: type[BaseException]) -> None:
     a, b = town.join("a"), town.join("b")
     eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
     heard: list[Any] = []
@@ -607,7 +608,7 @@ def test_callbacks_get_each_event_once_and_may_make_calls(town: Town) -> None:
         heard.append((info.name, why))
 
     def fail(*_: Any) -> None:
-        raise ValueError("a callback's own fault")
+        raise error("a callback's own fault")
 
     with acting(a):
         rpc.on_join(fail)

@@ -118,5 +118,5 @@ class Events:
                 call = self._queue.popleft()
             try:
                 call()
-            except Exception:  # user code
+            except BaseException:  # user code; after SystemExit, too, the others are to be called
                 logger.exception("a callback on joining or losing workers failed")
