@@ -192,3 +192,31 @@ def test_no_exception_is_swallowed() -> None:
         if isinstance(node, ast.ExceptHandler) and swallows(node)
     ]
     assert places == []
+
+
+def last_name(node: ast.expr) -> str:
+    """The last part of the name of what an expression refers to."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def test_no_condition_is_entered() -> None:
+    """Ctrl-C between its ``__enter__``, which is in Python, and the body would keep its lock held for ever.
+
+    A lock is entered in one step, so what waits by ``Condition(lock)`` enters the lock.
+    """
+    nodes = [(name, node) for name, tree in TREES.items() for node in ast.walk(tree)]
+    conditions = {
+        last_name(target)
+        for _, node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if last_name(node.value.func) == "Condition"
+    }
+    assert "_changed" in conditions
+    entered = [
+        f"{name}:{node.lineno}"
+        for name, node in nodes
+        if isinstance(node, ast.With)
+        if any(last_name(item.context_expr) in conditions for item in node.items)
+    ]
+    assert entered == []

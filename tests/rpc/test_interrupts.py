@@ -7,19 +7,21 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
 from zmqgrad.errors import ClosedError, NotInitializedError
+from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import TCPStore
+from zmqgrad.store import HashStore, TCPStore
 from zmqgrad.transport.mailbox import ZmqMailbox
 
 
@@ -98,6 +100,54 @@ def test_an_interrupt_at_any_moment_loses_no_reply_channel(pair: list[Worker]) -
     for worker in pair:
         worker.close("the test is over")
         assert worker.join(Deadline.after(WAIT)) == []
+
+
+def in_another_thread(call: Callable[[], Any]) -> Any:
+    """Return what ``call`` returns in a thread, which must not have to wait for this one."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert found, "another thread waits for a lock of this one"
+    return found[0]
+
+
+def test_an_interrupt_at_any_moment_leaves_a_watch_to_other_threads() -> None:
+    """It held the lock of the watch for ever if it came while a condition was entered."""
+    with HashStore(timeout=WAIT) as store:
+        number = 0
+        changes = store.watch("key", present=True)
+        store.set("key", "first")
+        while interrupted(number, ("threading", "zmqgrad.store.watch_iterator"), lambda: changes.next(WAIT)):
+            number += 1
+            store.set("key", str(number))
+            in_another_thread(partial(changes.next, WAIT))
+            store.set("key", "next")
+        assert number > 5
+
+
+@pytest.mark.open_outcomes
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_leaves_publishing_to_other_threads(pair: list[Worker]) -> None:
+    modules = "threading", "contextlib", "zmqgrad.rpc.publishing", "zmqgrad.rpc.relaying"
+    publish = partial(rpc.publish, "weights", {"w": torch.ones(2)}, timeout=WAIT)
+
+    def publish_there() -> int:
+        token = set_current_worker(pair[0])
+        try:
+            return publish()
+        finally:
+            reset_current_worker(token)
+
+    with HashStore(timeout=WAIT) as store:
+        pair[0].directory.store = store
+        number, last = 0, publish()
+        while interrupted(number, modules, publish):
+            number += 1
+            version = in_another_thread(publish_there)
+            assert version > last
+            last = version
+        assert number > 50
 
 
 closing, may_go_on = threading.Event(), threading.Event()

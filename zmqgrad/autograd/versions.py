@@ -120,7 +120,8 @@ class ParameterVersions:
     def __init__(self) -> None:
         # By id of the parameter, which the value keeps alive; optimizers and what is saved keep the value.
         self._shared: weakref.WeakValueDictionary[int, SharedParameter] = weakref.WeakValueDictionary()
-        self._changed = threading.Condition()  # guards all below
+        self._lock = threading.RLock()  # guards all below
+        self._changed = threading.Condition(self._lock)
         self._readers = 0
         self._paused = 0  # readers that wait
         self._writing = False  # a step changes published values in place
@@ -131,7 +132,7 @@ class ParameterVersions:
 
     def share(self, param: torch.Tensor) -> SharedParameter:
         """Return the state of a parameter, which is shared from now on."""
-        with self._changed:
+        with self._lock:
             return self._shared.setdefault(id(param), SharedParameter(param))
 
     def are_shared(self) -> bool:
@@ -140,7 +141,7 @@ class ParameterVersions:
 
     def changed_since(self, number: int, params: Iterable[torch.Tensor]) -> bool:
         """Whether a published step later than ``number`` changed any of ``params``."""
-        with self._changed:
+        with self._lock:
             shared = [self._shared[id(p)] for p in params if id(p) in self._shared]
             return any(number < step <= self.published for each in shared for step in each.steps)
 
@@ -156,7 +157,7 @@ class ParameterVersions:
 
     def begin_reading(self, fresh: bool) -> None:
         """Count a reader; if ``fresh``, once the latest values are published, or after ``FAIR_SECONDS``."""
-        with self._changed:
+        with self._lock:
             if self._writing or (fresh and self._pending):
                 with blocking_section():
                     self._changed.wait_for(lambda: not (self._writing or self._pending), FAIR_SECONDS)
@@ -165,7 +166,7 @@ class ParameterVersions:
 
     def end_reading(self) -> None:
         """Count a reader less; the last one publishes."""
-        with self._changed:
+        with self._lock:
             self._readers -= 1
             self._publish_if_unread()
 
@@ -173,7 +174,7 @@ class ParameterVersions:
     def pause(self, wait: Any) -> Iterator[None]:
         """Do not read in the calling thread, which is a reader, during ``wait``."""
         thread_state.pause = None
-        with self._changed:
+        with self._lock:
             self._readers -= 1
             self._paused += 1
             self._publish_if_unread()
@@ -181,7 +182,7 @@ class ParameterVersions:
             with wait:
                 yield
         finally:
-            with self._changed:  # waits for nothing, as this thread may hold locks of the program
+            with self._lock:  # waits for nothing, as this thread may hold locks of the program
                 self._readers += 1
                 self._paused -= 1
             thread_state.pause = self.pause
@@ -207,7 +208,7 @@ class ParameterVersions:
 
     def staleness(self, context: Context, params: Sequence[SharedParameter]) -> int:
         """Return how many steps one of ``params`` is ahead of what ``context`` first read here."""
-        with self._changed:
+        with self._lock:
             return max([p.steps_since(context.read_at) for p in params], default=0)
 
     @contextmanager
@@ -218,7 +219,7 @@ class ParameterVersions:
         """
         reads = thread_state.pause is not None
         with self.pause(nullcontext()) if reads else nullcontext():
-            with self._changed:
+            with self._lock:
                 others = self._readers + self._paused - reads
                 in_place = not (others or self._pending or any(map(self._is_held, params)))
                 self._writing = in_place
@@ -232,7 +233,7 @@ class ParameterVersions:
                     memory |= _copies([p for p in affected if p not in memory])
                 yield [p.param.data if in_place else memory[p] for p in params]
             finally:
-                with self._changed:
+                with self._lock:
                     self._finish_step(params, memory)
                     context.read_at = self.published
 

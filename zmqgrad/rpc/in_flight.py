@@ -56,7 +56,8 @@ class InFlightRequests:
         self._clock = clock
         # Each access is one dictionary operation or iterates over a copy: no lock needed.
         self._requests: dict[int, InFlightRequest] = {}
-        self._ended = threading.Condition()
+        self._lock = threading.RLock()
+        self._ended = threading.Condition(self._lock)
         self._awaited = False
 
     def __len__(self) -> int:
@@ -84,7 +85,7 @@ class InFlightRequests:
             self._notify()
 
     def _notify(self) -> None:
-        with self._ended:
+        with self._lock:
             self._ended.notify_all()
 
     def wait_ended(self, requests: Sequence[InFlightRequest], deadline: Deadline) -> bool:
@@ -93,7 +94,7 @@ class InFlightRequests:
         The future of one whose caller has stopped waiting is not waited for.
         """
         self._awaited = True
-        with self._ended:
+        with self._lock:
             return self._ended.wait_for(
                 lambda: (
                     not any(

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -129,7 +128,9 @@ def publish(
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     shelf = worker.shelf
     published: Published = worker.hooks.extensions.setdefault("published", Published())
-    with _acquired(published.making, deadline):
+    held: list[bool] = []
+    try:
+        _acquire(published.making, deadline, held)
         raw, last = _last(worker, name, deadline)
         number = last.version + 1
         before = shelf.newest(name, last.version) if last.publisher == worker.id else None
@@ -153,22 +154,21 @@ def publish(
             shelf.drop(name)
             raise DuplicateNameError(f"another worker has begun to publish {name!r}")
         shelf.put(name, version)
+    finally:
+        if True in held:  # no call comes before the release, after which Ctrl-C could
+            published.making.release()
     if worker.tracer is not None:
         worker.tracer.published(began, name, number, size)
     return number
 
 
-@contextmanager
-def _acquired(lock: threading.Lock, deadline: Deadline) -> Iterator[None]:
+def _acquire(lock: threading.Lock, deadline: Deadline, held: list[bool]) -> None:
+    """Acquire ``lock``. ``held`` gets True in the same call of C: Ctrl-C cannot come between the two."""
     left = deadline.timeout()
     with blocking_section():
-        acquired = lock.acquire(timeout=-1 if left is None else left)
-    if not acquired:
+        held.extend(map(lock.acquire, (True,), (-1 if left is None else left,)))
+    if True not in held:
         raise RpcTimeoutError("publish: another thread of this worker has been publishing all the time")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _last(worker: Worker, name: str, deadline: Deadline) -> tuple[bytes, Announcement]:

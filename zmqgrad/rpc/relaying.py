@@ -113,7 +113,8 @@ class Shelf:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._changed = threading.Condition()  # guards all below
+        self._lock = threading.RLock()  # guards all below
+        self._changed = threading.Condition(self._lock)
         self._versions: dict[Key, Version] = {}
         self._unannounced: dict[Key, Version] = {}
         self._reading: dict[Key, Reading] = {}
@@ -123,7 +124,7 @@ class Shelf:
 
     def keys(self) -> set[Key]:
         """What is kept here, or being read."""
-        with self._changed:
+        with self._lock:
             return self._versions.keys() | self._reading.keys()
 
     def newest(self, key: Key, known: int = 0) -> Version | None:
@@ -141,7 +142,7 @@ class Shelf:
             unannounced: of which readers are about to hear. If that fails, nobody ever has it: the next
                 version, perhaps of another worker, has its number.
         """
-        with self._changed:
+        with self._lock:
             before = self._versions.get(key)
             for each in (version, unannounced):
                 if each is not None and before is not None:  # relays stay: they have what did not change
@@ -156,7 +157,7 @@ class Shelf:
 
     def drop(self, key: Key) -> Version | None:
         """Let readers have none, and read no more. Returns the version that they had."""
-        with self._changed:
+        with self._lock:
             self._reading.pop(key, None)
             self._unannounced.pop(key, None)
             self._changed.notify_all()
@@ -166,20 +167,20 @@ class Shelf:
 
     def begin(self, key: Key) -> Reading:
         """This worker begins to read: from now on it may be a relay."""
-        with self._changed:
+        with self._lock:
             reading = self._reading.setdefault(key, Reading())
             reading.users += 1
             return reading
 
     def seen(self, key: Key, reading: Reading, number: int) -> None:
         """This worker reads version ``number`` now: it does not relay an older one any more."""
-        with self._changed:
+        with self._lock:
             reading.seen = max(reading.seen, number)
             self._drop_relayed(key, number)
 
     def end(self, key: Key, reading: Reading) -> None:
         """Undo :meth:`begin`. What this worker relays goes with its last reader."""
-        with self._changed:
+        with self._lock:
             reading.users -= 1
             if not reading.users and self._reading.get(key) is reading:
                 del self._reading[key]
@@ -206,7 +207,7 @@ class Shelf:
             reading = self._reading.get(key)
             return self._closed or find() is not None or reading is None or reading.seen >= number
 
-        with blocking_section(), self._changed:
+        with blocking_section(), self._lock:
             left = time_left()
             self._changed.wait_for(is_decided, None if left == math.inf else left)
             return find()
@@ -216,7 +217,7 @@ class Shelf:
     def relay_for(self, key: Key, known: int, reader: int, failed: int) -> tuple[Version, int] | None:
         """As :meth:`newest`, and the relay for the host of ``reader``, which becomes it if there is none."""
         host = self.worker.membership.record(reader).host
-        with self._changed:  # whoever drops the version knows all of its relays
+        with self._lock:  # whoever drops the version knows all of its relays
             version = self.newest(key, known)
             if version is None:
                 return None
@@ -245,7 +246,7 @@ class Shelf:
                 else:
                     mailbox.write(block, 0, data)
             blocks[number] = block
-        with self._changed:
+        with self._lock:
             if self._reading.get(key) is not reading:
                 return False
             self._versions[key] = replace(version, blocks=blocks)
@@ -259,7 +260,7 @@ class Shelf:
                 self.drop(key)
 
     def _close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._versions.clear()
             self._unannounced.clear()

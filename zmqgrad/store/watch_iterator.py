@@ -20,26 +20,27 @@ class EventQueue(EventHandler):
     """Queues events until they are fetched. Holds no reference to the store."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()  # guards all that follows
+        self._lock = threading.RLock()  # guards all that follows
+        self._changed = threading.Condition(self._lock)
         self._events = EventBacklog()
         self._ended = False
         self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     def __call__(self, event: WatchEvent) -> None:
         """Queue ``event``."""
-        with self._condition:
+        with self._lock:
             if not self._ended:
                 self._events.add(event)
             self._wake()
 
     def end(self) -> None:
         """End the queue: fetches fail once it is empty."""
-        with self._condition:
+        with self._lock:
             self._ended = True
             self._wake()
 
     def _wake(self) -> None:
-        self._condition.notify_all()
+        self._changed.notify_all()
         waiters, self._async_waiters = self._async_waiters, []
         for loop, future in waiters:
             try:
@@ -61,20 +62,20 @@ class EventQueue(EventHandler):
         Raises:
             EOFError: if the watch has ended.
         """
-        with self._condition:
+        with self._lock:
             while True:
                 event = self._fetch()
                 if event is not None or deadline.passed():
                     return event
                 with blocking_section():
-                    self._condition.wait(deadline.timeout())
+                    self._changed.wait(deadline.timeout())
 
     async def wait_async(self, deadline: Deadline) -> WatchEvent | None:
         """As :meth:`wait`, in asyncio. A cancelled wait has removed no event."""
         import asyncio  # loaded here, so that programs without asyncio do not pay for it
 
         while True:
-            with self._condition:
+            with self._lock:
                 event = self._fetch()
                 if event is not None or deadline.passed():
                     return event

@@ -115,7 +115,7 @@ class Fault:
         Raises:
             TimeoutError: after ``timeout`` seconds.
         """
-        with self._network.changed:
+        with self._network.lock:
             if not self._network.changed.wait_for(lambda: len(self.caught) >= count, timeout):
                 raise TimeoutError(f"{self!r} within {timeout} s; waited for {count}")
 
@@ -126,7 +126,7 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._network.changed:
+        with self._network.lock:
             self._network.end(self)
             self._deliver_held(None)
 
@@ -164,7 +164,7 @@ class Hold(Fault):
 
     def release(self, count: int | None = None) -> None:
         """Deliver the ``count`` oldest messages (None: all), in the order in which they were sent."""
-        with self._network.changed:
+        with self._network.lock:
             self._deliver_held(count)
 
 
@@ -196,7 +196,7 @@ class Delay(Hold):
         return forwarded
 
     def release(self, count: int | None = None) -> None:
-        with self._network.changed:
+        with self._network.lock:
             del self._overtaken[:count]
             super().release(count)
 

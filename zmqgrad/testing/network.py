@@ -48,19 +48,19 @@ class MemoryNetwork:
 
     def register(self, mailbox: MemoryMailbox) -> str:
         """Connect ``mailbox`` and return its endpoint."""
-        with self.changed:
+        with self.lock:
             endpoint = f"memory://{next(self._numbers)}"
             self._mailboxes[endpoint] = mailbox
             return endpoint
 
     def knows(self, endpoint: str) -> bool:
         """Return whether ``endpoint`` is that of a mailbox, open or closed."""
-        with self.changed:
+        with self.lock:
             return endpoint in self._mailboxes
 
     def send(self, message: InFlightMessage) -> None:
         """Forward ``message`` through the faults to its mailbox."""
-        with self.changed:
+        with self.lock:
             self.history.append(message._replace(frames=()))
             forwarded = [message]
             for fault in self._faults:
@@ -70,7 +70,7 @@ class MemoryNetwork:
             self.changed.notify_all()
 
     def deliver(self, message: InFlightMessage) -> None:
-        """Queue ``message`` at its mailbox. Called with ``changed`` held."""
+        """Queue ``message`` at its mailbox. Called with ``lock`` held."""
         if not self._mailboxes[message.endpoint].enqueue(message.frames):
             self._lost += 1
 
@@ -84,17 +84,17 @@ class MemoryNetwork:
 
     def begin(self, fault: Fault) -> None:
         """Activate ``fault``, after those that are active."""
-        with self.changed:
+        with self.lock:
             self._faults.append(fault)
 
     def end(self, fault: Fault) -> None:
         """Deactivate ``fault``."""
-        with self.changed:
+        with self.lock:
             self._faults.remove(fault)
 
     def inject(self, endpoint: str, frames: Sequence[bytes]) -> None:
         """Queue raw ``frames`` at a mailbox, as any process that connects to a port can."""
-        with self.changed:
+        with self.lock:
             self._mailboxes[endpoint].enqueue(tuple(bytearray(f) for f in frames))
 
     def drop(
@@ -167,13 +167,13 @@ class MemoryNetwork:
         self._wait(lambda: not any(m.is_busy() for m in self._mailboxes.values()), timeout)
 
     def _wait(self, condition: Callable[[], bool], timeout: float) -> None:
-        with self.changed:
+        with self.lock:
             if not self.changed.wait_for(condition, timeout):
                 raise TimeoutError(f"not within {timeout} s on {self!r}")
 
     def statistics(self) -> dict[str, int]:
         """Return the numbers of open mailboxes, and of messages lost because the receiver was closed."""
-        with self.changed:
+        with self.lock:
             return {"open": sum(m.is_open for m in self._mailboxes.values()), "lost": self._lost}
 
     def __repr__(self) -> str:

@@ -124,10 +124,11 @@ def run_prehooks(hooks: Hooks, gradients: Gradients) -> Gradients:
     return current
 
 
-_turns = threading.Condition()
+_turns_lock = threading.RLock()
+_turns = threading.Condition(_turns_lock)
 _holders: dict[
     int, int
-] = {}  # the thread whose gradients are in `.grad`, by id of the leaf; guarded by `_turns`
+] = {}  # the thread whose gradients are in `.grad`, by id of the leaf; guarded by `_turns_lock`
 
 
 @contextmanager
@@ -143,7 +144,7 @@ def swapped_grads(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     def is_free() -> bool:
         return all([_holders.get(each, thread) == thread for each in ids])
 
-    with _turns:
+    with _turns_lock:
         if not is_free():
             with blocking_section():  # the hook that holds them may need a thread of this pool
                 _turns.wait_for(is_free)
@@ -157,7 +158,7 @@ def swapped_grads(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
-        with _turns:
+        with _turns_lock:
             for each in ids:
                 del _holders[each]
             _turns.notify_all()

@@ -151,7 +151,8 @@ class Holder:
     """The parts that one node has. Thread-safe."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards all below
+        self._lock = threading.RLock()  # guards all below
+        self._changed = threading.Condition(self._lock)
         self._segments: list[Segment] = []
         self._parts: dict[PartId, Place | memoryview] = {}
         self._writing: dict[int, Segment] = {}  # by rank
@@ -164,13 +165,13 @@ class Holder:
     def begin_round(self, number: int, ranks: Sequence[int], peers: Peers) -> None:
         """The workers ``ranks`` of this node begin round ``number``; those before have ended."""
         self.end_round()
-        with self._changed:
+        with self._lock:
             self._writing.clear()
             self._round = _Round(number, frozenset(ranks), peers)
 
     def end_round(self) -> None:
         """Fail what waits. What is held stays. Idempotent."""
-        with self._changed:
+        with self._lock:
             round, self._round = self._round, None
             if round is not None:
                 round.ended = True
@@ -181,7 +182,7 @@ class Holder:
     def close(self) -> None:
         """Free all memory. Idempotent."""
         self.end_round()
-        with self._changed:
+        with self._lock:
             self._parts.clear()
             for segment in self._segments:
                 segment.close()
@@ -213,7 +214,7 @@ class Holder:
             CommitError: if not all ranks ask by ``deadline``, or the round ends; or if there was a commit,
                 and no node of the round has all of it until then.
         """
-        with self._changed:
+        with self._lock:
             round = self._current()
             attempts, restores = round.attempts, round.restores
             round.saved[rank] = saved
@@ -241,12 +242,12 @@ class Holder:
         try:
             inventories = round.peers.exchange(restores, own, deadline)
         except CommitError as error:
-            with self._changed:
+            with self._lock:
                 round.attempts, round.error, round.saved = attempts + 1, error, {}
                 self._changed.notify_all()
             raise
         choice = choose(inventories)
-        with self._changed:
+        with self._lock:
             if round.ended:
                 raise CommitError("the round has ended")
             if choice.missing:
@@ -274,7 +275,7 @@ class Holder:
         Raises:
             CommitError: if it cannot be had any more.
         """
-        with self._changed:
+        with self._lock:
             round = self._current()
             if round.choice is None or round.choice.commit is None:
                 raise CommitError("no commit was restored")
@@ -291,12 +292,12 @@ class Holder:
             data = found if found is not None else round.peers.fetch(node or 0, part)
             segment = Segment(len(data))
             segment.map[: len(data)] = data
-            with self._changed:
+            with self._lock:
                 place = self._parts[part] = Place(segment, 0, len(data))
                 self._segments.append(segment)
                 return place
         finally:
-            with self._changed:
+            with self._lock:
                 self._fetching.discard(part)
                 self._changed.notify_all()
 
@@ -308,7 +309,7 @@ class Holder:
         Raises:
             CommitError: if that takes longer than ``deadline``, or the round ends.
         """
-        with self._changed:
+        with self._lock:
             round = self._current()
             if not round.restores:
                 raise CommitError("call restore() before the first commit(), on all ranks")
@@ -334,7 +335,7 @@ class Holder:
         Raises:
             CommitError: if that takes longer than ``deadline``, or the round ends.
         """
-        with self._changed:
+        with self._lock:
             self._wait_whole(self._current(), number, deadline)
 
     def _wait_whole(self, round: _Round, number: int, deadline: Deadline) -> None:
@@ -355,7 +356,7 @@ class Holder:
             shards: how many sharded parts it has in all.
             parts: rank (or REPLICATED), offset and size of each part in the memory of :meth:`begin`.
         """
-        with self._changed:
+        with self._lock:
             round = self._current()
             segment = self._writing.pop(rank, None)
             if segment is None:
@@ -366,14 +367,14 @@ class Holder:
 
     def spread(self, rank: int, number: int, shards: int) -> None:
         """Copy the sharded part of ``rank`` to another host, and report the commit once all ranks have."""
-        with self._changed:
+        with self._lock:
             round = self._current()
             commit = round.commit(number)
         if shards:
             with self.reading(PartId(commit, rank, shards)) as data:
                 if data is not None:
                     round.peers.copy(PartId(commit, rank, shards), data)
-        with self._changed:
+        with self._lock:
             if round.commit(number) != commit:
                 return
             round.made.add(rank)
@@ -385,7 +386,7 @@ class Holder:
 
     def on_whole(self, commit: CommitId) -> None:
         """All nodes have made ``commit``: those before are not needed any more."""
-        with self._changed:
+        with self._lock:
             round = self._round
             if round is None or commit.number <= round.whole or commit != round.commit(commit.number):
                 return
@@ -403,7 +404,7 @@ class Holder:
         """Keep a part that another node has made. Returns False if it is of no use."""
         before = CommitId(part.commit.round, part.commit.restores, part.commit.number - 1)
         self.on_whole(before)  # else its rank could not have made this one
-        with self._changed:
+        with self._lock:
             round = self._round
             if round is None or part.commit.round != round.number or part.commit < round.commit(0):
                 return False
@@ -413,7 +414,7 @@ class Holder:
     @contextmanager
     def reading(self, part: PartId) -> Iterator[memoryview | None]:
         """The bytes of a part, which do not change meanwhile; None if it is not here."""
-        with self._changed:
+        with self._lock:
             found = self._parts.get(part)
             if isinstance(found, Place):
                 found.segment.users += 1
@@ -423,11 +424,11 @@ class Holder:
             else:
                 yield found
         finally:
-            with self._changed:
+            with self._lock:
                 if isinstance(found, Place):
                     found.segment.users -= 1
 
     def held_bytes(self) -> int:
         """The size of all parts that are held."""
-        with self._changed:
+        with self._lock:
             return sum(x.size if isinstance(x, Place) else len(x) for x in self._parts.values())

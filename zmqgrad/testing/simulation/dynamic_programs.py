@@ -88,13 +88,14 @@ failures: list[StepFailure] = []
 unresolved: list[str] = []
 """Calls of which this process learned nothing before it had left."""
 
-_changed = threading.Condition()
+_lock = threading.RLock()
+_changed = threading.Condition(_lock)
 _departed = set[int]()  # on worker 0: those that leave for the last time, or cannot tell it any more
 
 
 def depart(number: int) -> None:
     """Tells worker 0 that worker ``number`` leaves for the last time."""
-    with _changed:
+    with _lock:
         _departed.add(number)
         _changed.notify_all()
 
@@ -212,7 +213,7 @@ class Member(Job):
         return found
 
     def _wait_for_the_others(self, life: Life) -> None:
-        with _changed:
+        with _lock:
             have_left = _changed.wait_for(lambda: len(_departed) >= self.size - 1, self.patience)
         if not have_left and self.patience >= PATIENCE:
             raise AssertionError("a worker has not left in time")

@@ -158,7 +158,7 @@ class Arena:
 
     def wait_freed(self, frees: int, seconds: float) -> None:
         """Wait until more than ``frees`` blocks have been freed, at most ``seconds``."""
-        with self._freed:
+        with self._lock:
             self._awaited += 1
             try:
                 self._freed.wait_for(lambda: self.frees > frees or self._closed, seconds)
