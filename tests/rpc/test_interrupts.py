@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any
@@ -18,10 +19,12 @@ from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
 from zmqgrad.errors import ClosedError, NotInitializedError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
+from zmqgrad.rpc.membership.fixed import FixedGroup
+from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import HashStore, TCPStore
+from zmqgrad.store import HashStore, PrefixStore, TCPStore
 from zmqgrad.transport.mailbox import ZmqMailbox
 
 
@@ -100,6 +103,55 @@ def test_an_interrupt_at_any_moment_loses_no_reply_channel(pair: list[Worker]) -
     for worker in pair:
         worker.close("the test is over")
         assert worker.join(Deadline.after(WAIT)) == []
+
+
+used: list[int] = []
+
+
+def use(rref: rpc.RRef[int]) -> None:
+    """Fails if the owner has dropped the value."""
+    used.append(rref.to_here(WAIT))
+
+
+SENDING = (
+    "zmqgrad.rpc.client",
+    "zmqgrad.transport.mailbox",
+    "zmqgrad.transport.sending",
+    "zmqgrad.transport.links",
+    "zmqgrad.transport.local.connection",
+)
+
+
+@pytest.mark.open_outcomes  # of calls that were interrupted before anything knew of them
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_of_sending_drops_no_argument_and_delays_no_shutdown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The message had left, but was not counted, and the values that its RRefs refer to were dropped."""
+    store, options = HashStore(), rpc.RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
+    workers = [make_worker(f"worker{n}", n, 2, ZmqMailbox(f"worker{n}", n), options) for n in range(2)]
+    groups = [FixedGroup(worker, PrefixStore("g", store)) for worker in workers]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda group: group.join(Deadline.after(WAIT)), groups))
+        for worker in workers:
+            worker.server.serve()
+        token = set_current_worker(workers[0])
+        try:
+            number = 0
+            while interrupted(
+                number, SENDING, lambda: rpc.rpc_sync(1, use, args=(rpc.RRef(7),), timeout=WAIT)
+            ):
+                number += 1
+                rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT)  # behind it: what was sent has arrived
+            assert number > 30
+            served = workers[1].counts()[1]
+        finally:
+            reset_current_worker(token)
+        list(threads.map(lambda group: group.leave(True, Deadline.after(WAIT)), groups))
+    assert served > number
+    assert "shutdown goes on" not in caplog.text
+    assert "failed" not in caplog.text
+    assert set(used) == {7}
 
 
 def in_another_thread(call: Callable[[], Any]) -> Any:

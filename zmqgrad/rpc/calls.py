@@ -90,6 +90,7 @@ class PendingCall:
         promise: set to the reply, or to the error that ends the call.
         port: where the calling thread waits for the reply.
         future: set if the calling thread does not wait.
+        claimant: the thread that is to wait, until it begins to.
     """
 
     message_id: int
@@ -102,6 +103,7 @@ class PendingCall:
     promise: Promise[Inbound]
     port: ReplyPort
     future: RpcFuture[Any] | None = None
+    claimant: int = 0
 
     @property
     def makes_value(self) -> bool:

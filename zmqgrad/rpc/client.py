@@ -85,8 +85,10 @@ class Client:
         self._context_for = contexts.for_calls
         self._references = references
         self.pending = PendingCalls()
-        self._counting = threading.Lock()  # guards the next
+        self._counting = threading.Lock()  # guards the next two
         self.sent = 0
+        self.perhaps_sent = 0
+        """How many of these have perhaps not left: Ctrl-C came while they were sent."""
         self._alarm = Alarm(self._check_deadlines, worker.timer)
         self.reporter = WaitReporter(worker, self.pending) if environment.reports_waits() else None
         """Reports what waits for long; None: nothing does."""
@@ -300,9 +302,11 @@ class Client:
             call.promise.add_done_callback(on_done)
         if span is not None:
             call.promise.add_done_callback(partial(_end_span, span))
-        self.pending.add(call)
-        was_sent = False
+        if waits:
+            call.claimant = threading.get_ident()
+        was_counted = was_sent = False
         try:
+            self.pending.add(call)
             # What happened since the first checks may have missed this call.
             if self._worker.closed:
                 raise self._worker.closed_error()
@@ -313,10 +317,11 @@ class Client:
             if self._hooks.tracer is not None:
                 serialized.tell(self._hooks.tracer, peer, call.message_id)
             number = port.number or reply_to
-            self._mailbox.send(peer, message, call.message_id, serialized.frames, number, seconds)
-            was_sent = True
+            was_counted = True
             with self._counting:  # a shutdown waits until as many were served
                 self.sent += 1
+            self._mailbox.send(peer, message, call.message_id, serialized.frames, number, seconds)
+            was_sent = True
             if self.reporter is not None:
                 self.reporter.add(call)
             self._alarm.set(deadline)
@@ -325,6 +330,12 @@ class Client:
                 self.give_up(call)
                 raise
             self.pending.take(call.message_id)
+            if was_counted:
+                self._count_failed(e)
+            if was_counted and not isinstance(e, Exception):  # its receiver may use what belongs to it
+                port.abandon(self._ports.on_unexpected)
+                call.promise.set_exception(e)
+                raise
             port.release()
             if self._hooks.on_send_failed is not None:
                 self._hooks.on_send_failed(message)
@@ -338,6 +349,14 @@ class Client:
             finally:
                 del call, error  # the traceback refers to this frame: avoid a reference cycle
         return call
+
+    def _count_failed(self, error: BaseException) -> None:
+        """``error`` ended the sending of a request that was counted. After Ctrl-C it may have left."""
+        with self._counting:
+            if isinstance(error, Exception):
+                self.sent -= 1
+            else:
+                self.perhaps_sent += 1
 
     def _send_error(self, call: PendingCall, error: BaseException) -> BaseException:
         """The exception for the caller when ``error`` prevented ``call`` from being sent."""
@@ -374,16 +393,18 @@ class Client:
         """
         if self._worker.closed:
             raise self._worker.closed_error()
-        try:
-            self._mailbox.send(peer, message, self._next_id(), frames, port, self._worker.default_timeout)
-        except CongestionError as e:
-            raise RpcTimeoutError(str(e)) from e
-        except TransportError as e:
-            if (loss := self._loss_behind(e, peer, type(message).__name__)) is None:
-                raise
-            raise loss from e
         with self._counting:  # as in request
             self.sent += 1
+        try:
+            self._mailbox.send(peer, message, self._next_id(), frames, port, self._worker.default_timeout)
+        except BaseException as e:
+            self._count_failed(e)
+            if isinstance(e, CongestionError):
+                raise RpcTimeoutError(str(e)) from e
+            loss = self._loss_behind(e, peer, type(message).__name__)
+            if loss is None:
+                raise
+            raise loss from e
 
     # ---- replies ----------------------------------------------------------------------------------------
 
@@ -410,6 +431,7 @@ class Client:
             RpcError: if a finalizer calls this in a thread that must not wait.
         """
         promise, port = call.promise, call.port
+        call.claimant = 0
         if not (promise.done() or may_wait_for_others()):
             port.abandon(self._ports.on_unexpected)
             raise refused_wait(call.description)
@@ -458,11 +480,17 @@ class Client:
             call = send()
             return self.wait(call)
         except BaseException:
-            if call is not None and may_wait_for_others():  # otherwise the callee is to run it all the same
-                self.give_up(call)
+            if may_wait_for_others():  # otherwise the callee is to run it all the same
+                self._give_up_begun(call)
             raise
         finally:
             del call  # the traceback of an error refers to this frame: avoid a reference cycle
+
+    def _give_up_begun(self, call: PendingCall | None) -> None:
+        """Give up ``call``; None: that of this thread, if an interrupt came while it was being returned."""
+        me = threading.get_ident()
+        for begun in [each for each in self.pending.all() if each.claimant == me] if call is None else [call]:
+            self.give_up(begun)
 
     def give_up(self, call: PendingCall) -> None:
         """Cancel ``call``, if it is pending, and give its port back. Idempotent."""

@@ -22,7 +22,7 @@ def debug_info(worker: Worker) -> dict[str, Any]:
         ``references``: values kept for other workers, forks that these hold, references held here. Upper
         layers add entries of their own (``autograd``: contexts).
     """
-    sent, served = worker.counts()
+    sent, served, _ = worker.counts()
     return {
         "worker": {
             "name": worker.name,

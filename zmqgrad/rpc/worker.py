@@ -175,9 +175,9 @@ class Worker(WorkerCore):
         )
         return result
 
-    def counts(self) -> tuple[int, int]:
-        """The numbers of requests sent and received so far."""
-        return self.client.sent, self.server.served
+    def counts(self) -> tuple[int, int, int]:
+        """The numbers of requests sent and received so far, and of the sent ones that perhaps were not."""
+        return self.client.sent, self.server.served, self.client.perhaps_sent
 
     def is_idle(self) -> bool:
         """Whether nothing is pending, queued or running here."""
