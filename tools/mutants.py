@@ -56,7 +56,7 @@ MUTANTS = {
     ),
     "loss-noticed": Mutant(  # nobody is told of a loss that was noticed before the collective began
         "rpc/membership/collectives.py",
-        "                if record.id in worker.lost:\n                    self.on_lost(record.id)\n",
+        "                if peer in worker.lost:\n                    self.on_lost(peer)\n",
         "",
     ),
     "loss-pass": Mutant(  # a pass does not see that a request announced before is lost
@@ -118,7 +118,7 @@ MUTANTS = {
         "                pass\n",
     ),
     "barrier-number": Mutant(  # successive barriers of the same workers are taken for one
-        "rpc/membership/collectives.py", "return next(self._numbers[names])", "return 0"
+        "rpc/membership/collectives.py", "return next(self._numbers[ids])", "return 0"
     ),
 }
 
