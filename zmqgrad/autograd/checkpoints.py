@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
@@ -42,7 +42,7 @@ from zmqgrad.rpc.calls import describe
 from zmqgrad.rpc.functions import MARK, DeferredResult, check_result
 from zmqgrad.rpc.serialization.pickler import PickleProbe
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.blocking import blocking_section
+from zmqgrad.runtime.blocking import blocking_section, holding
 from zmqgrad.wire.messages import PassOptions, Result
 
 checkpointed: ContextVar[CheckpointedCall | None] = ContextVar("zmqgrad_autograd_checkpointed", default=None)
@@ -181,7 +181,7 @@ class CheckpointedCall:
                 f"checkpointed and its graph is not kept; make it by rpc_sync or rpc_async instead"
             )
         number = self._worker.ids.next()
-        with _held(self._lock):
+        with holding(self._lock):
             self._found = [None] * len(self._edges)
             try:
                 self._lead_through(passes, outer, gradients, number)
@@ -199,7 +199,7 @@ class CheckpointedCall:
     ) -> None:
         origin = outer.origin_of(self._worker.id, self._number)
         options = PassOptions(retain_graph=True, accumulate=outer.options.accumulate, origin=origin)
-        with _held(_turn):
+        with holding(_turn):
             with self._parameters.reading(fresh=False):
                 outputs = self._run_again(number)
                 found = zip(outputs, gradients, strict=True)
@@ -327,14 +327,3 @@ def _as_before(constants: list[torch.Tensor], tensor: torch.Tensor) -> torch.Ten
 def _show(forms: Sequence[tuple[Any, ...]]) -> str:
     shown = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype, _ in forms)
     return f"{len(forms)} tensors ({shown})" if forms else "no tensors"
-
-
-@contextmanager
-def _held(lock: threading.Lock) -> Iterator[None]:
-    if not lock.acquire(blocking=False):
-        with blocking_section():
-            lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

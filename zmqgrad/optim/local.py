@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from zmqgrad.optim import torch_internals
 from zmqgrad.optim.owners import local_values
 from zmqgrad.rpc import RRef
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.runtime.blocking import blocking_section
+from zmqgrad.runtime.blocking import holding
 
 Group = dict[str, Any]
 """A parameter group: ``params``, and options for them."""
@@ -91,7 +90,7 @@ class LocalOptimizer:
         aliases = [alias for group in self.optimizer.param_groups for alias in group["params"]]
         params = [self._param_of(alias) for alias in aliases]
         gradients = gradients_of(context_id, params)
-        with _turn():
+        with holding(_stepping):
             if self._versions is None:
                 self._step(aliases, [p.data for p in params], gradients)
                 return 0, True
@@ -184,18 +183,6 @@ class LocalOptimizer:
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state."""
         torch_internals.call(self.optimizer, "load_state_dict", copy.deepcopy(state))
-
-
-@contextmanager
-def _turn() -> Iterator[None]:
-    """Wait until no other step runs in this process."""
-    if not _stepping.acquire(blocking=False):
-        with blocking_section():
-            _stepping.acquire()
-    try:
-        yield
-    finally:
-        _stepping.release()
 
 
 def _alias(param: Any, counted: bool) -> Any:

@@ -30,7 +30,7 @@ from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.relaying import Place, Redirection, Version, offer
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.blocking import blocking_section
+from zmqgrad.runtime.blocking import holding
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.wire.tensors.blobs import ALIGNMENT_BYTES, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
@@ -128,9 +128,10 @@ def publish(
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     shelf = worker.shelf
     published: Published = worker.hooks.extensions.setdefault("published", Published())
-    held: list[bool] = []
-    try:
-        _acquire(published.making, deadline, held)
+    left = deadline.timeout()
+    with holding(published.making, -1.0 if left is None else left) as held:
+        if not held:
+            raise RpcTimeoutError("publish: another thread of this worker has been publishing all the time")
         raw, last = _last(worker, name, deadline)
         number = last.version + 1
         before = shelf.newest(name, last.version) if last.publisher == worker.id else None
@@ -154,21 +155,9 @@ def publish(
             shelf.drop(name)
             raise DuplicateNameError(f"another worker has begun to publish {name!r}")
         shelf.put(name, version)
-    finally:
-        if True in held:  # no call comes before the release, after which Ctrl-C could
-            published.making.release()
     if worker.tracer is not None:
         worker.tracer.published(began, name, number, size)
     return number
-
-
-def _acquire(lock: threading.Lock, deadline: Deadline, held: list[bool]) -> None:
-    """Acquire ``lock``. ``held`` gets True in the same call of C: Ctrl-C cannot come between the two."""
-    left = deadline.timeout()
-    with blocking_section():
-        held.extend(map(lock.acquire, (True,), (-1 if left is None else left,)))
-    if True not in held:
-        raise RpcTimeoutError("publish: another thread of this worker has been publishing all the time")
 
 
 def _last(worker: Worker, name: str, deadline: Deadline) -> tuple[bytes, Announcement]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from zmqgrad.errors import RpcError
@@ -89,3 +90,25 @@ def blocking_section() -> Any:
     pool, pause = state.pool, state.pause
     wait = state.no_pool if pool is None else pool.blocked()
     return wait if pause is None else pause(wait)
+
+
+@contextmanager
+def holding(lock: threading.Lock, timeout: float = -1.0) -> Iterator[bool]:
+    """Hold ``lock``, for which to wait counts as a wait. Yields whether it is held.
+
+    Ctrl-C at any moment leaves it to other threads: the call of C that acquires it also notes it.
+
+    Args:
+        lock: to be acquired, and released afterwards.
+        timeout: how many seconds to wait at most; -1: no limit.
+    """
+    held: list[bool] = []
+    try:
+        held.extend(map(lock.acquire, (False,)))
+        if True not in held:
+            with blocking_section():
+                held.extend(map(lock.acquire, (True,), (timeout,)))
+        yield True in held
+    finally:
+        if True in held:
+            lock.release()
