@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
+import logging
 import os
 import socket
 import threading
@@ -29,6 +30,7 @@ from zmqgrad.rendezvous.sidecar import MAX_TIMEOUT_SECONDS
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.wait_log import WaitLog
 from zmqgrad.store.addresses import doctor_hint, listening_address
 from zmqgrad.transport.security import load_keys
 
@@ -38,11 +40,16 @@ torch_rendezvous = importlib.import_module(
     "torch.distributed.rendezvous"
 )  # torch has a function of this name
 
+logger = logging.getLogger(__name__)
+
 ACCEPT_BACKLOG = 4096
 """Connections that may wait to be accepted; the system may allow fewer."""
 
 IDENTIFY_AFTER_SECONDS = 1.0
 """How long a server may be silent before it is probed otherwise."""
+
+MAX_PATIENCE_SECONDS = 15.0
+"""The same for one that has been silent before: it may be busy."""
 
 NAME_WITHIN_SECONDS = 5.0
 """How long an error waits for the name of what has taken a port, whose host may have more to do."""
@@ -343,7 +350,8 @@ def _identify(host: str, port: int, deadline: Deadline) -> tuple[Server | None, 
 
     A server that is about to end closes connections without a reply, and one that is busy is late.
     """
-    patience, pause = Backoff(IDENTIFY_AFTER_SECONDS, MAX_TIMEOUT_SECONDS), Backoff(*_POLL_SECONDS)
+    patience, pause = Backoff(IDENTIFY_AFTER_SECONDS, MAX_PATIENCE_SECONDS), Backoff(*_POLL_SECONDS)
+    log = WaitLog(logger)
     while True:
         for request, seconds in (
             (REQUEST, patience.pause(deadline.left())),
@@ -355,6 +363,9 @@ def _identify(host: str, port: int, deadline: Deadline) -> tuple[Server | None, 
                     return server, probe.connect_port_mapper() if server is Server.PORT_MAPPER else None
         if deadline.passed():
             return None, None
+        log.warning(
+            "waiting for %s:%d, where rank 0 should listen: a server there does not reply", host, port
+        )
         threading.Event().wait(pause.pause(deadline.left()))  # nothing notifies of the next server
 
 
