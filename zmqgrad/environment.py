@@ -72,6 +72,13 @@ def _parse_microseconds(variable: str, text: str) -> int:
     return int(text)
 
 
+def _parse_seconds(variable: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise _invalid(variable, text, "a number of seconds: 60, 0.5") from None
+
+
 def _parse_switch(variable: str, text: str) -> bool:
     text = text.lower()
     if text in ("1", "true", "yes", "on"):
@@ -134,6 +141,9 @@ advertise_address = Setting[str | None](ADVERTISE_ADDRESS, _parse_host, None)
 port_range = Setting[range | None](PORT_RANGE, _parse_ports, None)
 """Where sockets listen that would otherwise let the system choose a port (30000-30031)."""
 
+join_timeout = Setting[float | None]("ZMQGRAD_JOIN_TIMEOUT", _parse_seconds, None)
+"""How many seconds ``init_rpc`` waits for the store and the other workers (1800; 0: no limit)."""
+
 arena_limit = Setting[int | None]("ZMQGRAD_ARENA_LIMIT", _parse_bytes, None)
 """Bytes of shared memory that a worker may lease to others of its host (512M, 4G; 0: off)."""
 
@@ -191,6 +201,7 @@ state_home = Setting("XDG_STATE_HOME", lambda _, text: text, "")
 
 OPTIONS: Mapping[str, Setting[Any]] = {
     "arena_limit": arena_limit,
+    "join_timeout": join_timeout,
     "arena_threshold": arena_threshold,
     "inflight_bytes": inflight_bytes,
     "spin_us": spin_us,

@@ -98,7 +98,8 @@ class RpcBackendOptions:
         frozen_timeout: seconds after which a peer is lost whose process exists but is silent; 0: never. Use
             at least the time that a process may be stalled on a loaded machine.
         join_timeout: how long ``init_rpc`` waits for the store and for the other workers, in seconds (or a
-            timedelta); 0 for no limit. As with torch, ``rpc_timeout`` does not bound it.
+            timedelta); 0 for no limit. None: by ``ZMQGRAD_JOIN_TIMEOUT``, or 1800. As with torch,
+            ``rpc_timeout`` does not bound it.
 
     Raises:
         ConfigurationError: if a value is invalid.
@@ -125,12 +126,14 @@ class RpcBackendOptions:
     liveness_timeout: float | None = None
     frozen_timeout: float = LivenessTimeouts().frozen
     refused_timeout: float = LivenessTimeouts().refused
-    join_timeout: float = DEFAULT_JOIN_TIMEOUT_SEC
+    join_timeout: float | None = None
 
     def __post_init__(self) -> None:
         self.limits.check()
         self.rpc_timeout = check_timeout(self.rpc_timeout, "rpc_timeout")
-        self.join_timeout = check_timeout(self.join_timeout, "join_timeout")
+        self.join_timeout = check_timeout(
+            self._setting("join_timeout", DEFAULT_JOIN_TIMEOUT_SEC), "join_timeout"
+        )
         if not isinstance(self.num_worker_threads, int):
             raise ArgumentTypeError(f"num_worker_threads must be a number, not {self.num_worker_threads!r}")
         if self.num_worker_threads < 1:

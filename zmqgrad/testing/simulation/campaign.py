@@ -259,6 +259,7 @@ DEFAULTS = {
     "MASTER_PORT": "29500",
     "ZMQGRAD_ALLOW_INSECURE": "1",
     "ZMQGRAD_SPIN_US": "0",
+    "ZMQGRAD_JOIN_TIMEOUT": "60",  # less than the job's own limit
     "HOME": "/nonexistent",
 }
 
