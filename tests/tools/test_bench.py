@@ -169,6 +169,7 @@ def namespaces(place: Place) -> dict[str, str]:
     move_apart(place.rank)
     seen = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "ipc", "uts", "mnt")}
     processes = [name for name in os.listdir("/proc") if name.isdigit()]
+    place.together()  # the numbers of a namespace that has ended are given to the next one
     return {**seen, "processes": ",".join(processes)}
 
 
