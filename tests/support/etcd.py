@@ -69,8 +69,11 @@ class EtcdCluster:
                 self.start(n)
             for n in range(len(self.ports)):
                 eventually(lambda n=n: self.is_healthy(n))
-        except BaseException:
+        except BaseException as e:
+            told = [path.read_text()[-2000:] for path in sorted(self._directory.glob("*.log"))]
             self.__exit__()
+            if isinstance(e, AssertionError):
+                raise AssertionError("\n".join([str(e), *told])) from None
             raise
         return self
 
