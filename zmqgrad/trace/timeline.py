@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from zmqgrad.trace.chrome import Event
@@ -208,7 +208,7 @@ class Timeline:
 
     def _threads(self) -> Iterator[Event]:
         """What threads do besides serving: waits, backward passes with their groups, steps of rendezvous."""
-        begun: dict[tuple[Actor, int, bool, int], Stamped] = {}
+        begun: dict[_Interval, Stamped] = {}
         for stamped in self.job.events():
             time, _, actor, event = stamped
             if actor is None or event.__class__ in _MESSAGES:
@@ -218,7 +218,8 @@ class Timeline:
             elif isinstance(event, (WaitEnded, PassFinished)):
                 begin = begun.pop(_interval_key(actor, event), None)
                 if begin is not None:  # it may have been dropped
-                    yield self._of_thread(begin, time, {"failed": True} if event.failed else {})
+                    more = {"failed": True} if event.failed else {}
+                    yield self._of_thread(begin, time, more, begun)
             elif isinstance(event, (GroupExecuted, Published, Serialized)):
                 yield self._of_thread(stamped, time + event.nanoseconds)
             elif isinstance(event, GroupCalled):  # above its calls
@@ -232,16 +233,23 @@ class Timeline:
                 title = f"rendezvous: {event.action}"
                 yield self.at("i", title, actor, time, event.thread, s="t", args=steps)
         for begin in begun.values():
-            yield self._of_thread(begin, None)
+            yield self._of_thread(begin, None, {}, begun)
 
-    def _of_thread(self, stamped: Stamped, end: int | None, more: Args | None = None) -> Event:
-        """The slice of what began with this event."""
+    def _of_thread(
+        self,
+        stamped: Stamped,
+        end: int | None,
+        more: Args | None = None,
+        begun: Container[_Interval] = (),
+    ) -> Event:
+        """The slice of what began with this event; ``begun`` has the backward pass, if it waits for one."""
         time, _, actor, event = stamped
         assert actor is not None
         args: Args
         if isinstance(event, WaitBegun):
             peer = worker_label(self._workers.get(event.peer), event.peer)
-            title = f"wait for {'the backward pass' if event.peer == actor.rank else peer}"
+            of_pass = (actor, event.thread, False, event.message_id) in begun
+            title = f"wait for {'the backward pass' if of_pass else peer}"
             category, args = "wait", {"request": event.message_id}
         elif isinstance(event, Published):
             category, title = "publish", f"publish {event.name}"
@@ -259,9 +267,11 @@ class Timeline:
         return self.slice(category, title, actor, event.thread, time, end, {**args, **(more or {})})
 
 
-def _interval_key(
-    actor: Actor, event: WaitBegun | WaitEnded | PassStarted | PassFinished
-) -> tuple[Actor, int, bool, int]:
+_Interval = tuple[Actor, int, bool, int]
+"""A wait (True) or a backward pass (False) of a thread of an actor, and its number."""
+
+
+def _interval_key(actor: Actor, event: WaitBegun | WaitEnded | PassStarted | PassFinished) -> _Interval:
     if isinstance(event, (WaitBegun, WaitEnded)):
         return actor, event.thread, True, event.message_id
     return actor, event.thread, False, event.pass_id
