@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,14 +51,23 @@ def test_the_slowest_process_and_the_median_round_count() -> None:
     assert found.as_json()[0]["seconds"] == {OURS: [1e-3, 2e-3, 9e-3], TORCH: [4e-3, 5e-3, 8e-3]}
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_the_table(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("terminal", "rich", "end"),
+    [(False, True, " what a is"), (True, False, " what a is"), (True, True, " what a")],
+)
+def test_the_table(
+    terminal: bool, rich: bool, end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is no room, the explanations are cut, and no figure."""
     if not rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     print_table(results())
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1] == "a 2 ms 5 ms 0.40 200 us 10.00 what a is"
-    assert lines[2] == "b 1 s - - - - what b is"
+    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[1] == f"a 2 ms 5 ms 0.40 200 us 10.00{end}"
+    assert lines[2] == f"b 1 s - - - -{end.replace(' a', ' b')}"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +193,27 @@ def test_two_hosts_share_no_kernel_object(hosts: Hosts, monkeypatch: pytest.Monk
     assert a.pop("processes") == b.pop("processes") == "1"
     own = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in a}
     assert all(len({a[kind], b[kind], own[kind]}) == 3 for kind in a), (a, b, own)
+
+
+def wait_for_ever(place: Place) -> None:
+    place.say("begun")
+    threading.Event().wait()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_end_with_the_one_that_started_them() -> None:
+    """However it ends: they would be measured along with what comes next."""
+    start = (
+        "from tests.tools.test_bench import run_together, wait_for_ever\n"
+        "run_together(wait_for_ever, 2, 60.0, lambda text: print(text, flush=True))"
+    )
+    command = [sys.executable, "-c", start]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        assert [starter.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+        starter.kill()
+        starter.communicate(timeout=20)  # the end of what they all write to
 
 
 SAVED = {

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -79,7 +81,7 @@ def run_together(
             theirs.close()
             processes.append(process)
             connections[ours] = rank
-        results = _collect(connections, time.monotonic() + seconds, hear)
+        results = _collect(dict(connections), time.monotonic() + seconds, hear)
         for process in processes:
             process.join(10.0)
         return [results[rank] for rank in range(count)]
@@ -116,6 +118,14 @@ def _say_nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
+def _end_with_starter(connection: Connection) -> None:
+    """Ends this process with the one that hears it: what is left over would disturb what comes next."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    poll.poll()  # an error: nobody reads it any more
+    os._exit(1)
+
+
 def _child(
     rank: int,
     count: int,
@@ -127,6 +137,7 @@ def _child(
     kwargs: dict[str, Any],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends us
+    threading.Thread(target=_end_with_starter, args=(connection,), daemon=True).start()
     warnings.showwarning = (
         _say_nothing  # torch's RPC and its optimizer warn of themselves, whatever the filters
     )

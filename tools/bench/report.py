@@ -11,9 +11,6 @@ from tools.bench.plan import Row
 from tools.bench.results import LIMIT, Results
 from tools.bench.sides import OURS, TORCH
 
-FILE_WIDTH = 120
-"""Columns, where the output is no terminal and so has no width of its own."""
-
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 COLUMNS = ("", OURS, TORCH, "ratio", LIMIT, "x limit", "what")
 
@@ -21,6 +18,9 @@ COLUMNS = ("", OURS, TORCH, "ratio", LIMIT, "x limit", "what")
 def print_table(results: Results) -> None:
     """One line a row. A ratio below 1: zmqgrad takes less time than torch."""
     lines = [_cells(results, row) for row in results.rows]
+    if not sys.stdout.isatty():
+        _print_plain(lines)
+        return
     try:
         from rich.console import Console
         from rich.table import Table
@@ -28,13 +28,16 @@ def print_table(results: Results) -> None:
         _print_plain(lines)
         return
     table = Table(box=None, header_style="bold", padding=(0, 1))
-    for n, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if n in (0, len(COLUMNS) - 1) else "right", no_wrap=True)
+    widths = _widths(lines)
+    table.add_column("", no_wrap=True, min_width=widths[0])
+    for column, width in zip(COLUMNS[1:-1], widths[1:-1], strict=True):
+        table.add_column(column, justify="right", no_wrap=True, min_width=width)
+    table.add_column(COLUMNS[-1], no_wrap=True)  # the only one that is cut where the terminal is narrow
     for row, cells in zip(results.rows, lines, strict=True):
         ratio = results.ratio(row)
         colour = "" if ratio is None else "[green]" if ratio <= 1 else "[red]"
         table.add_row(*cells[:3], colour + cells[3], *cells[4:6], f"[dim]{cells[6]}")
-    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
+    Console().print(table)
 
 
 def _cells(results: Results, row: Row) -> tuple[str, ...]:
@@ -49,8 +52,13 @@ def _cells(results: Results, row: Row) -> tuple[str, ...]:
     )
 
 
+def _widths(lines: list[tuple[str, ...]]) -> list[int]:
+    """Of each column, the characters."""
+    return [max(len(line[n]) for line in [COLUMNS, *lines]) for n in range(len(COLUMNS))]
+
+
 def _print_plain(lines: list[tuple[str, ...]]) -> None:
-    widths = [max(len(line[n]) for line in [COLUMNS, *lines]) for n in range(len(COLUMNS))]
+    widths = _widths(lines)
     for line in [COLUMNS, *lines]:
         cells = [line[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(line[1:6], widths[1:6], strict=True)]
         print("  ".join([*cells, line[6]]).rstrip())
