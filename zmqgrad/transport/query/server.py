@@ -335,7 +335,9 @@ class QueryServer:
         elif kind == DISCONNECTED:
             self._admission.on_disconnected(value)
         elif kind & HANDSHAKE_FAILED:
-            self._count_malformed("tcp", "a handshake failed: no ZeroMQ, or another secret")
+            self._count_malformed(
+                "tcp", "a handshake failed: the client ended, is no ZeroMQ, or has another secret"
+            )
 
     def _on_ping(
         self, route: Route, frame: zmq.Frame | None, client_id: int, request_id: int, query: StorePing
