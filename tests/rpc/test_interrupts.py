@@ -206,6 +206,10 @@ closing, may_go_on = threading.Event(), threading.Event()
 kept: list[Any] = []
 
 
+def keep(value: Any) -> None:
+    kept.append(value)  # as an argument, kept.append itself would be that of a copy
+
+
 class Slow:
     """Takes its time to be freed, as its owner closes."""
 
@@ -216,7 +220,7 @@ class Slow:
 
 def test_a_thread_that_cannot_wait_ends_nothing_that_closing_needs(pair: list[Worker]) -> None:
     """It ended the timer, which closes sockets: they, the context and two threads were left."""
-    rpc.rpc_sync(1, kept.append, args=(rpc.RRef(Slow()),))
+    rpc.rpc_sync(1, keep, args=(rpc.RRef(Slow()),))
     thread = threading.Thread(target=pair[0].close)
     thread.start()
     assert closing.wait(WAIT)
