@@ -22,7 +22,7 @@ from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.blocking import may_wait_for_others
+from zmqgrad.runtime.blocking import holding, may_wait_for_others
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore, TCPStore
 from zmqgrad.transport.mailbox import ZmqMailbox
@@ -176,6 +176,25 @@ def test_an_interrupt_at_any_moment_leaves_a_watch_to_other_threads() -> None:
             in_another_thread(partial(changes.next, WAIT))
             store.set("key", "next")
         assert number > 5
+
+
+@pytest.mark.parametrize("timeout", [-1.0, 0.01])
+def test_an_interrupt_at_any_moment_leaves_a_lock_to_other_threads(timeout: float) -> None:
+    """Whether it was free, or is still held elsewhere as the time ends."""
+    lock, number = threading.Lock(), 0
+    is_free = timeout < 0
+
+    def hold() -> None:
+        with holding(lock, timeout) as held:
+            assert held == is_free
+
+    if not is_free:
+        assert lock.acquire(timeout=WAIT)
+    while interrupted(number, ("contextlib", "zmqgrad.runtime.blocking"), hold):
+        number += 1
+        assert lock.locked() != is_free
+    assert number > 5
+    assert lock.locked() != is_free
 
 
 @pytest.mark.open_outcomes
