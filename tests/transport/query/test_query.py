@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from tests.support.relay import Relay, at_random
+from tests.support.processes import free_port
 from tests.support.waiting import eventually
 from tests.transport.query.echo import DONE, LOOPBACK, OURS, PATIENCE, THEIRS, Echo, Running, in_thread
 from zmqgrad.errors import (
@@ -196,8 +197,8 @@ def test_without_a_server_queries_time_out_at_their_deadline(keys: Keys | None) 
 
 
 def test_a_server_that_starts_later_is_found(keys: Keys | None, fast_path: bool) -> None:
-    first = Running(keys=keys)
-    address = first.server.endpoint
+    address = f"tcp://127.0.0.1:{free_port()}"
+    first = Running(address, keys=keys)
     with closing(QueryClient(address, keys=keys, fast_path=fast_path)) as client:
         for _ in range(3):
             assert client.request(A, PATIENCE) == StoreValue(b"a")
@@ -210,9 +211,9 @@ def test_a_server_that_starts_later_is_found(keys: Keys | None, fast_path: bool)
 
 def test_a_parked_query_moves_to_the_next_server(fast_path: bool) -> None:
     """At once, when it is there: a server that was killed says nothing."""
-    first = Running()
+    address = f"tcp://127.0.0.1:{free_port()}"
+    first = Running(address)
     first.service.stopping = lambda: None  # type: ignore[method-assign]
-    address = first.server.endpoint
     with closing(QueryClient(address, fast_path=fast_path)) as client:
         waits = in_thread(lambda: client.request(StoreGet("park", 60.0), PATIENCE))
         assert first.service.arrived.acquire(timeout=PATIENCE)
