@@ -55,8 +55,13 @@ def moments(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
-def interrupted(number: int, modules: tuple[str, ...], call: Callable[[], Any]) -> bool:
-    """Run ``call``, and raise KeyboardInterrupt at moment ``number`` in ``modules``, if there are so many.
+def interrupted(
+    number: int,
+    modules: tuple[str, ...],
+    call: Callable[[], Any],
+    kind: type[BaseException] = KeyboardInterrupt,
+) -> bool:
+    """Run ``call``, and raise an error of ``kind`` at moment ``number`` in ``modules``, if there are so many.
 
     Returns:
         Whether it was raised.
@@ -71,32 +76,39 @@ def interrupted(number: int, modules: tuple[str, ...], call: Callable[[], Any]) 
         if event == "opcode" and left >= 0 and frame.f_lasti in moments(frame.f_code):
             left -= 1
             if left < 0:
-                raise KeyboardInterrupt
+                raise kind
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         call()
-    except KeyboardInterrupt:
+    except kind:
         return True
     finally:
         sys.settrace(before)
     return left < 0  # in a finalizer, where it is only printed
 
 
+KINDS = pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+"""What a signal handler raises: that of Ctrl-C, and many that programs have for SIGALRM. The latter is an
+error of the operating system, too."""
+
 MODULES = ("zmqgrad.rpc.reply_port", "zmqgrad.transport.local.channels")
 
 
+@KINDS
 @pytest.mark.open_outcomes  # of calls that were interrupted before anything knew of them
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_at_any_moment_loses_no_reply_channel(pair: list[Worker]) -> None:
+def test_an_interrupt_at_any_moment_loses_no_reply_channel(
+    kind: type[BaseException], pair: list[Worker]
+) -> None:
     def call() -> Any:
         return rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT)
 
     assert call() == 3
     number = 0
-    while interrupted(number, MODULES, call):
+    while interrupted(number, (*MODULES, "zmqgrad.transport.local.connection"), call, kind):
         number += 1
         assert call() == 3
     assert number > 30
@@ -122,10 +134,11 @@ SENDING = (
 )
 
 
+@KINDS
 @pytest.mark.open_outcomes  # of calls that were interrupted before anything knew of them
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_of_sending_drops_no_argument_and_delays_no_shutdown(
-    caplog: pytest.LogCaptureFixture,
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The message had left, but was not counted, and the values that its RRefs refer to were dropped."""
     store, options = HashStore(), rpc.RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
@@ -139,7 +152,7 @@ def test_an_interrupt_at_any_moment_of_sending_drops_no_argument_and_delays_no_s
         try:
             number = 0
             while interrupted(
-                number, SENDING, lambda: rpc.rpc_sync(1, use, args=(rpc.RRef(7),), timeout=WAIT)
+                number, SENDING, lambda: rpc.rpc_sync(1, use, args=(rpc.RRef(7),), timeout=WAIT), kind
             ):
                 number += 1
                 rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT)  # behind it: what was sent has arrived

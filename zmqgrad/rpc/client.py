@@ -25,6 +25,7 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     TransportError,
     UnknownPeerError,
+    ZmqgradError,
 )
 from zmqgrad.rpc.calls import (
     Description,
@@ -332,7 +333,7 @@ class Client:
             self.pending.take(call.message_id)
             if was_counted:
                 self._count_failed(e)
-            if was_counted and not isinstance(e, Exception):  # its receiver may use what belongs to it
+            if was_counted and not isinstance(e, ZmqgradError):  # its receiver may use what belongs to it
                 port.abandon(self._ports.on_unexpected)
                 call.promise.set_exception(e)
                 raise
@@ -351,9 +352,12 @@ class Client:
         return call
 
     def _count_failed(self, error: BaseException) -> None:
-        """``error`` ended the sending of a request that was counted. After Ctrl-C it may have left."""
+        """``error`` ended the sending of a request that was counted.
+
+        What a signal handler raises comes behind a system call, by which the request may have left.
+        """
         with self._counting:
-            if isinstance(error, Exception):
+            if isinstance(error, ZmqgradError):
                 self.sent -= 1
             else:
                 self.perhaps_sent += 1

@@ -372,6 +372,8 @@ class Links:
         self, link: Link, connection: LocalConnection, error: OSError
     ) -> LocalConnection | None:
         """Handles a failed send. Returns the connection to send by instead, if there is one."""
+        if not local.is_of_system(error):
+            raise error
         if error.errno not in BROKEN_ERRNOS:
             raise TransportError(f"cannot send to worker {link.peer}: {error}") from error
         if self._closed:

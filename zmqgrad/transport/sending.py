@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from zmqgrad.errors import ZmqgradError
 from zmqgrad.transport import local
 from zmqgrad.transport.base import Frame
 from zmqgrad.transport.bulk import CHUNK_BYTES, MAX_INLINE_CHUNK_BYTES, Part, inline, split, split_first
@@ -100,8 +101,9 @@ class Sender:
                 in_chunks = len(first) if len(first) > local.MAX_PACKET_BYTES else 0
                 links.count_chunks(link, in_chunks + sum(map(len, prepared.frames)))
         except BaseException as e:
-            # An interrupt is raised when a system call has returned, which may have sent the message.
-            self._undo(peer, message, prepared, size, perhaps_sent=sending and not isinstance(e, Exception))
+            # What a signal handler raises comes behind a system call, which may have sent the message.
+            perhaps_sent = sending and not isinstance(e, ZmqgradError)
+            self._undo(peer, message, prepared, size, perhaps_sent)
             raise
         path = FRAMES if prepared.frames else SHARED_MEMORY if frames else INLINE
         return len(first) + sum(map(len, frames)), path

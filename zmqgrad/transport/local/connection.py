@@ -106,6 +106,15 @@ def is_listening(endpoint: str) -> bool:
         return error not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
+def is_of_system(error: OSError) -> bool:
+    """Returns whether a system call failed with ``error``.
+
+    What a signal handler of the program raises, such as :class:`TimeoutError`, can arrive anywhere in a main
+    thread that sends or reads. It has no number, and says nothing of a connection.
+    """
+    return error.errno is not None
+
+
 def connect(
     endpoint: str,
     hello: Hello,
@@ -259,7 +268,7 @@ class LocalConnection:
             except ConnectionResetError:  # the peer left packets unread; reported once, before what it sent
                 return receive(flags)
             if len(packet) > MAX_PACKET_BYTES:
-                raise OSError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
+                raise OSError(errno.EMSGSIZE, f"a packet of more than {MAX_PACKET_BYTES} bytes")
             return packet
 
         self.receive: Callable[..., bytes] = receive
@@ -387,15 +396,15 @@ class LocalConnection:
             OSError: if it is none: no shared memory that cannot change, or of more than ``limit`` bytes.
         """
         if not self.descriptors:
-            raise OSError("a large message without its memory")
+            raise OSError(errno.EBADMSG, "a large message without its memory")
         fd = self.descriptors.popleft()
         try:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals:
-                raise OSError("a message that may change while it is read")
+                raise OSError(errno.EBADMSG, "a message that may change while it is read")
             size = os.fstat(fd).st_size
             if not 0 < size <= limit:
-                raise OSError(f"a message of {size} bytes (at most {limit})")
+                raise OSError(errno.EMSGSIZE, f"a message of {size} bytes (at most {limit})")
             return memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ))
         finally:
             os.close(fd)

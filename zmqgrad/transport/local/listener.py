@@ -15,7 +15,13 @@ import msgspec
 
 from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.repeat_log import RepeatLog
-from zmqgrad.transport.local.connection import LocalConnection, is_same_user, process_of, unix_name
+from zmqgrad.transport.local.connection import (
+    LocalConnection,
+    is_of_system,
+    is_same_user,
+    process_of,
+    unix_name,
+)
 from zmqgrad.transport.local.handshake import ANY, PROTOCOL, Hello, read_hello, welcome
 from zmqgrad.transport.strangers import Strangers
 
@@ -147,6 +153,8 @@ class LocalListener:
                 self._flush(fd, connection)
             return ()
         except OSError as e:
+            if not is_of_system(e):
+                raise
             return () if self._pause_without_descriptor(e, fd) else self._fail(fd, connection, e)
         return self._read_burst(fd, connection, packet)
 
@@ -163,6 +171,8 @@ class LocalListener:
         except BlockingIOError:
             pass
         except OSError as e:
+            if not is_of_system(e):
+                raise
             if not self._pause_without_descriptor(e, fd):
                 arrived += self._fail(fd, connection, e)
         self.bursting = len(arrived) > 1
@@ -177,6 +187,8 @@ class LocalListener:
         try:
             flushed = connection.flush()
         except OSError as e:
+            if not is_of_system(e):
+                raise
             logger.debug("%s: a connection is broken: %s", self.endpoint, e)
             flushed = True  # the next read finds that, too
         if flushed:
