@@ -47,16 +47,22 @@ def pytest_configure(config: pytest.Config) -> None:
     multiprocessing.util.Finalize(None, shutil.rmtree, (directory, True), exitpriority=-101)
 
 
-SPREAD = ("tests/docs/test_code_blocks.py", "tests/examples/test_examples.py")
+SPREAD = ("tests/examples/test_examples.py", "tests/docs/test_code_blocks.py")
 """Long files whose tests share nothing."""
+
+FIRST = (
+    "tests/tools/test_attacks.py",
+    "tests/test_ray.py",
+    "tests/examples/test_elastic_digits.py",
+    "tests/tools/test_faults.py",
+    *SPREAD,
+)
+"""Few tests that take minutes. At the end, one process would have them, and the others nothing to do."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Runs the tests of a file one after another in one process; those of ``SPREAD`` wherever there is room.
-
-    Otherwise one process is busy with one of these files long after the others have ended.
-    """
+    """Runs the tests of a file one after another in one process; those of ``SPREAD`` where there is room."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -64,7 +70,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             return nodeid if file in SPREAD else file
 
+    config.option.loadscopereorder = False  # by the number of their tests
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {file: number for number, file in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(FIRST)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
