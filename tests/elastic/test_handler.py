@@ -338,6 +338,13 @@ def test_shutdown_can_be_repeated(town: Town) -> None:
     assert handler.shutdown()
 
 
+def test_the_end_of_a_with_block_leaves_the_round(town: Town) -> None:
+    with town.handler(1, 1, expiry=3 * WAIT) as handler:
+        handler.next_rendezvous()
+    (second,) = results(town.join(town.handler(1, 1, expiry=3 * WAIT)))  # no spare: the first has left
+    assert second.round == 1
+
+
 # ---- faults -----------------------------------------------------------------------------------------------
 
 

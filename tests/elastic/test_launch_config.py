@@ -55,12 +55,19 @@ def test_the_default_is_one_worker_on_one_host() -> None:
         ({"monitor_interval": math.nan}, "monitor_interval is nan"),
         ({"start_method": "thread"}, "'thread'; it must be one of spawn, fork, forkserver"),
         ({"redirects": Streams(Std.OUT)}, "log_dir is not set: set it to a directory"),
+        ({"redirects": Std.ALL, "log_dir": Path("logs")}, "it must be Streams: Streams(Std.ALL) for all"),
+        ({"tee": "3"}, "tee is '3'; it must be Streams"),
+        ({"log_dir": 3}, "log_dir is 3; it must be a path"),
     ],
 )
 def test_invalid_values_are_named(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         LaunchConfig(**fields)
     assert words in str(caught.value)
+
+
+def test_the_directory_of_logs_may_be_a_string() -> None:
+    assert LaunchConfig(log_dir="logs").log_dir == Path("logs")  # type: ignore[arg-type]
 
 
 def test_nodes_that_meet_somewhere_are_accepted() -> None:

@@ -77,7 +77,7 @@ class Rendezvous(NamedTuple):
 
 
 class RendezvousHandler:
-    """Takes part in a rendezvous. Thread-safe.
+    """Takes part in a rendezvous. Thread-safe. At the end of a ``with`` block it is closed.
 
     Args:
         settings: equal on all nodes.
@@ -411,6 +411,12 @@ class RendezvousHandler:
         finally:
             self._stores.close()
             self._backend.close(in_use=self._backend.is_host and not self._retire())
+
+    def __enter__(self) -> RendezvousHandler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def _leave_for_good(self) -> None:
         deadline, number = self._clock.now() + LEAVE_SECONDS, self._holder.state.round

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,8 @@ class Std(enum.IntFlag):
     """Output streams of a worker, with the numbers of torchrun's options ``-r`` and ``-t``.
 
     Example:
-        >>> LaunchConfig(redirects=Std.ALL).redirects is Std.ALL  # doctest: +SKIP
+        >>> Streams(Std.ALL).of(local_rank=0)
+        <Std.ALL: 3>
     """
 
     NONE = 0
@@ -95,7 +97,7 @@ class LaunchConfig:
         max_restarts: how often the group of workers is restarted before the job fails.
         monitor_interval: seconds between two looks at the workers, where a launcher polls.
         start_method: of workers that run a function: ``spawn``, ``fork`` or ``forkserver``.
-        log_dir: directory for copies of the output.
+        log_dir: directory for copies of the output, as a path or a string.
         redirects: output streams that go to files in ``log_dir`` and are not displayed.
         tee: output streams that go to files in ``log_dir`` and are displayed.
         local_addr: address of this host for the others. None: found by the launcher.
@@ -153,6 +155,14 @@ class LaunchConfig:
             raise ConfigurationError(
                 f"start_method is {self.start_method!r}; it must be one of {', '.join(START_METHODS)}"
             )
+        for name in ("redirects", "tee"):
+            if not isinstance(value := getattr(self, name), Streams):
+                raise ConfigurationError(
+                    f"{name} is {value!r}; it must be Streams: Streams(Std.ALL) for all workers, or "
+                    f"Streams.from_str('0:3,1:2') by local rank"
+                )
+        if self.log_dir is not None:
+            object.__setattr__(self, "log_dir", _as_path("log_dir", self.log_dir))
         if self.redirects and self.log_dir is None:
             raise ConfigurationError(
                 "redirects writes output to files, but log_dir is not set: set it to a directory, or use no "
@@ -173,6 +183,12 @@ class LaunchConfig:
                 f"nnodes is {nodes}, but the nodes have no place to meet: set rdzv_endpoint "
                 "(--rdzv-endpoint) to the HOST:PORT of one of them, the same on all"
             )
+
+
+def _as_path(name: str, value: object) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigurationError(f"{name} is {value!r}; it must be a path")
+    return Path(value)
 
 
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
