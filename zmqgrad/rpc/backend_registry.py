@@ -133,7 +133,9 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
         Exception: what the handler raised.
 
     Example:
-        >>> rpc.init_backend("AUDITED", store=store, name="a", rank=0, world_size=1)  # doctest: +SKIP
+        >>> def join(**settings):  # the init_backend_handler of a backend that writes down who joins
+        ...     print(settings["name"], "joins")
+        ...     return rpc.init_backend(rpc.BackendType.ZMQ, **settings)
     """
     group = _value_of(backend).init_backend_handler(*args, **kwargs)
     if not callable(getattr(group, "leave", None)):

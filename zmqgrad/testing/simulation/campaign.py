@@ -163,8 +163,8 @@ def simulate(
         ...     result = rpc.rpc_sync("worker1", pow, args=(2, 3)) if rank == 0 else None
         ...     rpc.shutdown()
         ...     return result
-        >>> [run.results for run in simulate(program, workers=2, seeds=2)]  # doctest: +SKIP
-        [[8, None], [8, None]]
+        >>> [run.values for run in simulate(program, workers=2, seeds=2)]  # doctest: +SKIP
+        [{0: 8, 1: None}, {0: 8, 1: None}]
     """
     faults = faults or Faults()
 
