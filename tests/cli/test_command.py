@@ -57,6 +57,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str], word: str, hint:
         (["store"], "COMMAND is missing: it is one of serve, get"),
         (["store", "get"], "key is missing; for example: zmqgrad store get step --endpoint"),
         (["store", "get", "host0:29500", "step"], "unrecognized arguments: step; it takes key"),
+        (["completion", "powershell"], "argument shell: invalid choice: 'powershell' (choose from "),
         (["run"], "SCRIPT is missing; for example: zmqgrad run --nproc-per-node 4 train.py"),
     ],
 )
@@ -96,6 +97,11 @@ def test_arguments_that_cannot_be(
 def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "no/such/script.py"]) == 2
     assert "there is no file 'no/such/script.py'" in capsys.readouterr().err
+
+
+def test_an_endpoint_of_the_doctor_that_is_malformed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--peer", "host:port"]) == 2
+    assert "--peer is 'host:port'; it must be HOST:PORT" in capsys.readouterr().err
 
 
 def test_an_address_of_another_host() -> None:

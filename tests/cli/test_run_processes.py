@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import free_port
+
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes that are not its children"),
@@ -170,6 +172,14 @@ def launch(script: Path) -> Iterator[type[Launched]]:
     yield Kept
     for one in launched:
         one.close()
+
+
+def test_an_unknown_option_of_the_rendezvous(script: Path) -> None:
+    script.write_text("")
+    meet = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    done = run(*meet, "--rdzv-conf", "last_cal_timeout=3", script)
+    assert done.returncode == 2
+    assert "has no setting 'last_cal_timeout'; it has close_timeout" in done.stderr
 
 
 def test_each_worker_has_its_place_and_its_prefix(script: Path) -> None:

@@ -127,9 +127,13 @@ def _wrapped(text: str, first: str, others: str, columns: int) -> list[str]:
 
 
 def _endpoint(text: str, option: str) -> tuple[str, int]:
-    host, port = parse_endpoint(text, DEFAULT_PORT)
+    malformed = f"{option} is {text!r}; it must be HOST:PORT, such as node1:{DEFAULT_PORT}"
+    try:
+        host, port = parse_endpoint(text, DEFAULT_PORT)
+    except ConfigurationError:
+        raise ConfigurationError(malformed) from None
     if "/" in host or any(c.isspace() for c in host):
-        raise ConfigurationError(f"{option} is {text!r}; it must be HOST:PORT, such as node1:{DEFAULT_PORT}")
+        raise ConfigurationError(malformed)
     return host.strip("[]"), port
 
 

@@ -64,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
             lines = (line.strip() for line in (self.epilog or "").splitlines())
             if example := next((line for line in lines if line.startswith(self.prog)), ""):
                 message += f"; for example: {example}"
-        elif found := _UNKNOWN_COMMAND.match(message):
+        elif self._subcommands() and (found := _UNKNOWN_COMMAND.match(message)):
             message = f"there is no {found[1].lower()} '{found[2]}'{self._hint(found[2])}"
         self.exit(
             EXIT_USAGE, f"usage: {self.prog} ... (see {self.prog} --help)\n{self.prog}: error: {message}\n"

@@ -24,7 +24,7 @@ from zmqgrad.elastic.agent.listening import write_all
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
 from zmqgrad.elastic.launch_config import LaunchConfig
-from zmqgrad.errors import ConfigurationError, TraceError
+from zmqgrad.errors import ConfigurationError, RendezvousError, TraceError
 
 __all__ = ["add_arguments", "execute"]
 
@@ -37,7 +37,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """Launch the workers, and return the exit code.
 
     Raises:
-        ConfigurationError: if the script, the address, the port or the log directory cannot be used.
+        ConfigurationError: if the script, the address, the port, the log directory or an option of the
+            rendezvous cannot be used.
     """
     config, command = to_config(arguments), to_command(arguments)
     inherited = environment.inherited()
@@ -56,6 +57,8 @@ def execute(arguments: argparse.Namespace) -> int:
     except OSError as error:
         _print_error(f"cannot start the workers: {error}")
         return EXIT_CANNOT_START
+    if isinstance(result.error, ConfigurationError) and not isinstance(result.error, RendezvousError):
+        raise result.error  # an option of the rendezvous, which was not opened
     report = job_report(result, stderr_tail)
     logs = output.log_dir or _keep_shortened(result, stderr_tail)
     _print_error(*with_places(report, logs, inherited.get(environment.TRACE, "")))
