@@ -18,7 +18,7 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zmqgrad.errors import ArgumentTypeError, RpcError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, RpcError
 from zmqgrad.rpc import options
 from zmqgrad.rpc.membership.bootstrap import join_group
 from zmqgrad.rpc.membership.group import Group
@@ -81,6 +81,7 @@ def register_backend(
 
     Raises:
         RpcError: if the name is registered already.
+        ConfigurationError: if it cannot be the name of a member of ``BackendType``.
 
     Example:
         >>> backend = rpc.register_backend("AUDITED", rpc.RpcBackendOptions, rpc.init_backend)
@@ -88,10 +89,16 @@ def register_backend(
         True
     """
     global BackendType
+    if not isinstance(backend_name, str):
+        raise ArgumentTypeError(f"the name of a backend must be a string, not {backend_name!r}")
     if backend_registered(backend_name):
         raise RpcError(f"RPC backend {backend_name}: already registered")
+    names = [*_backends, backend_name]
+    try:
+        BackendType = options.NamedBackend("BackendType", {name: name for name in names})  # type: ignore[call-arg]
+    except ValueError as e:  # names such as "mro", which enumerations do not accept
+        raise ConfigurationError(f"RPC backend {backend_name!r}: {e}") from e
     _backends[backend_name] = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
-    BackendType = options.NamedBackend("BackendType", {name: name for name in _backends})  # type: ignore[call-arg]
     return BackendType[backend_name]
 
 

@@ -9,7 +9,7 @@ import torch.distributed.rpc as torch_rpc
 
 import zmqgrad.rpc as rpc
 from tests.support.processes import free_port
-from zmqgrad.errors import ArgumentTypeError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 
 registry = rpc.backend_registry
 
@@ -76,6 +76,11 @@ def test_what_cannot_be() -> None:
     backend = rpc.register_backend("given", lambda **given: given, fails)
     with pytest.raises(TypeError, match="must be an instance of RpcBackendOptions"):
         rpc.init_rpc("alone", backend, rank=0, world_size=1)
+    for name in (3, "mro"):
+        with pytest.raises(ConfigurationError):
+            rpc.register_backend(name, options_for, nothing)  # type: ignore[arg-type]
+        assert not rpc.backend_registered(name)  # type: ignore[arg-type]
+    rpc.register_backend("after_these", options_for, nothing)
     for none in ("ZMQ", 3, object()):
         with pytest.raises(TypeError, match="Argument backend must be a member of BackendType"):
             rpc.construct_rpc_backend_options(none)
