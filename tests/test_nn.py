@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from zmqgrad import autograd, rpc
-from zmqgrad.errors import ConfigurationError, NotInitializedError, RpcTimeoutError, UnknownWorkerError
+from zmqgrad.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    NotInitializedError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
 from zmqgrad.nn import RemoteModule
 from zmqgrad.nn.api.remote_module import _UNSUPPORTED, _forward_on_device
 from zmqgrad.optim import DistributedOptimizer
@@ -144,6 +150,8 @@ def test_it_is_serialized_in_calls_only(trio: Cluster) -> None:
 def test_remote_modules_can_share_a_module(trio: Cluster) -> None:
     module = scale()
     other = rpc.rpc_sync(2, RemoteModule.init_from_module_rref, ("worker1", module.module_rref))
+    with pytest.raises(ArgumentTypeError, match="module_rref must be an RRef, not"):
+        RemoteModule.init_from_module_rref("worker1", module)
     rpc.rpc_sync(1, double, (module.module_rref,))
     assert torch.equal(other(torch.ones(2))[1], torch.full((2,), 6.0))
 

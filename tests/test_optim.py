@@ -144,6 +144,8 @@ def test_a_schedule_sets_the_rates_of_all_owners(c: Cluster) -> None:
         schedules.step()
         assert schedules.get_last_lr() == {f"worker{i}": schedule.get_last_lr() for i in range(3)}
         schedules.load_state_dict(schedules.state_dict())
+    with pytest.raises(ConfigurationError, match=r"belongs to worker9, but .* owned by worker0, worker1"):
+        schedules.load_state_dict({"worker9": {}})
     assert_same(params, local)
 
 
@@ -171,7 +173,7 @@ def test_training_goes_on_from_a_state(c: Cluster) -> None:
     second.load_state_dict(state)
     train_step(second, again, 1)
     assert_same(again, expected)
-    with pytest.raises(ConfigurationError, match=r"optimizers on worker0, but .* owned by worker0, worker1"):
+    with pytest.raises(ConfigurationError, match=r"belongs to worker0, but .* owned by worker0, worker1"):
         second.load_state_dict({"worker0": {}})
 
 

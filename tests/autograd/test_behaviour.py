@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tests.autograd.contexts import wait_until_released
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context, get_gradients
+from zmqgrad.autograd import backward, context, describe_context, get_gradients
 from zmqgrad.autograd.engine import differentiation, executor
 from zmqgrad.autograd.graph.hooks import internal_hook
-from zmqgrad.errors import AutogradError
+from zmqgrad.errors import ArgumentTypeError, AutogradError
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.testing import Cluster, cluster
 
@@ -1526,8 +1526,9 @@ def test_roots_that_cannot_be(c: Cluster, roots: Callable[[], Any], kind: type[E
 def test_context_ids_that_cannot_be(c: Cluster, bad: Any) -> None:
     with pytest.raises(TypeError, match="context_id must be an int"):
         backward(bad, [leaf(1).sum()])
-    with pytest.raises(TypeError, match="incompatible function arguments: context_id must be an int"):
-        get_gradients(bad)
+    for call in get_gradients, describe_context, rpc.RRef(leaf(1).sum()).backward:
+        with pytest.raises(ArgumentTypeError, match="incompatible function arguments: context_id must be an"):
+            call(bad)
 
 
 @pytest.mark.parametrize("number", [0, -1, 12345, 2**70])

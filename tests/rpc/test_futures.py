@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ import torch
 
 from tests.support.waiting import eventually
 from zmqgrad import rpc
-from zmqgrad.errors import ConfigurationError, PeerLostError, RpcTimeoutError, UnknownWorkerError
+from zmqgrad.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    PeerLostError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
 from zmqgrad.rpc import gathering
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import PythonFuture
@@ -268,6 +275,27 @@ def total(_: Any, tensor: torch.Tensor) -> torch.Tensor:
 def fetch(rref: Any) -> Any:
     """What it refers to."""
     return rref.to_here()
+
+
+def test_callbacks_that_cannot_be(trio: Cluster) -> None:
+    future = rpc.rpc_async(1, abs, args=(1,))
+    add: Any
+    for add in (
+        *(future.then, future.add_done_callback, rpc.on_join, rpc.on_loss),
+        partial(rpc.watch_ref, "name"),
+        lambda callback: rpc.subscribe("name", callback=callback),
+    ):
+        with pytest.raises(ArgumentTypeError, match="A callback must be callable, not 5"):
+            add(5)
+
+
+def test_lists_that_cannot_be(trio: Cluster) -> None:
+    future: Any = rpc.rpc_async(1, abs, args=(1,))
+    for wait in rpc.wait_all, rpc.as_completed:
+        with pytest.raises(ArgumentTypeError, match="is no list of futures"):
+            wait(future)
+    with pytest.raises(ArgumentTypeError, match="must be a list of workers, not 'worker1'"):
+        rpc.broadcast("worker1", where)
 
 
 def test_a_broadcast_that_cannot_be(trio: Cluster) -> None:

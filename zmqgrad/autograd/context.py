@@ -18,7 +18,7 @@ import torch
 
 from zmqgrad.autograd.graph.sums import OrderedSum, Place, SumOfCalls, added
 from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, record_send
-from zmqgrad.errors import AutogradError
+from zmqgrad.errors import ArgumentTypeError, AutogradError
 from zmqgrad.rpc.hooks import Hooks
 from zmqgrad.wire.ids import IdSource, show_id, split_id
 
@@ -514,7 +514,13 @@ class Contexts:
 
         Raises:
             AutogradError: if it is not known; the message says whether it was released.
+            ArgumentTypeError: if ``context_id`` is not an int.
         """
+        if type(context_id) is not int:
+            raise ArgumentTypeError(
+                f"incompatible function arguments: context_id must be an int, the id that context() yielded, "
+                f"not {context_id!r}"
+            )
         with self._lock:
             context = self._live.get(context_id)
             if context is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zmqgrad.errors import AutogradError
+from zmqgrad.errors import ArgumentTypeError, AutogradError
 
 
 def check_roots(roots: object) -> list[torch.Tensor]:
@@ -15,17 +15,17 @@ def check_roots(roots: object) -> list[torch.Tensor]:
 
     Raises:
         AutogradError: if a root is not a scalar with a gradient function.
-        TypeError: if ``roots`` is not a list or tuple of tensors.
+        ArgumentTypeError: if ``roots`` is not a list or tuple of tensors.
     """
     if not isinstance(roots, (list, tuple)):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"incompatible function arguments: roots must be a list of tensors, not {type(roots).__name__}"
         )
     if not roots:
         raise AutogradError("No tensors provided for gradient computation.")
     for i, root in enumerate(roots):
         if not isinstance(root, torch.Tensor):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"incompatible function arguments: roots[{i}] must be a tensor, not {type(root).__name__}"
             )
         if not root.requires_grad:
@@ -51,7 +51,7 @@ def check_outputs(
 
     Raises:
         AutogradError: if an output does not require grad, or its gradient does not fit it.
-        TypeError: if one of them is not a tensor.
+        ArgumentTypeError: if one of them is not a tensor.
     """
     roots = [outputs] if isinstance(outputs, torch.Tensor) else _listed(outputs, "outputs")
     given: Any = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else grad_outputs
@@ -61,7 +61,7 @@ def check_outputs(
     gradients: list[torch.Tensor | None] = []
     for i, (root, gradient) in enumerate(zip(roots, given, strict=True)):
         if not isinstance(root, torch.Tensor) or not isinstance(gradient, torch.Tensor | None):
-            raise TypeError(f"outputs[{i}] and grad_outputs[{i}] must be tensors, or the latter None")
+            raise ArgumentTypeError(f"outputs[{i}] and grad_outputs[{i}] must be tensors, or the latter None")
         if not root.requires_grad:
             raise AutogradError(f"outputs[{i}] does not require grad: nothing it was made from does")
         if gradient is None:
@@ -94,12 +94,14 @@ def check_inputs(inputs: object, reference: type) -> list[Any]:
 
     Raises:
         AutogradError: if there are none.
-        TypeError: if one is neither.
+        ArgumentTypeError: if one is neither.
     """
     wanted = [inputs] if isinstance(inputs, torch.Tensor | reference) else _listed(inputs, "inputs")
     for i, each in enumerate(wanted):
         if not isinstance(each, torch.Tensor | reference):
-            raise TypeError(f"inputs[{i}] must be a tensor or an RRef to one, not {type(each).__name__}")
+            raise ArgumentTypeError(
+                f"inputs[{i}] must be a tensor or an RRef to one, not {type(each).__name__}"
+            )
     if not wanted:
         raise AutogradError("grad requires non-empty inputs.")
     return wanted
@@ -107,5 +109,5 @@ def check_inputs(inputs: object, reference: type) -> list[Any]:
 
 def _listed(value: object, name: str) -> list[Any]:
     if not isinstance(value, Sequence):
-        raise TypeError(f"{name} must be a list of tensors, not {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be a list of tensors, not {type(value).__name__}")
     return list(value)

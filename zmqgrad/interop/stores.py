@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
+from zmqgrad.errors import ArgumentTypeError
 from zmqgrad.store import Store
 
 CStore: Any = distributed_c10d.Store  # torch's stubs lack it
@@ -132,7 +133,7 @@ def as_torch_store(store: Store) -> TorchStore:
         A store for torch's functions. If ``store`` is one already, itself.
 
     Raises:
-        TypeError: if ``store`` is not a store of :mod:`zmqgrad.store`.
+        ArgumentTypeError: if ``store`` is not a store of :mod:`zmqgrad.store`.
 
     Example:
         >>> store = as_torch_store(HashStore())
@@ -143,7 +144,7 @@ def as_torch_store(store: Store) -> TorchStore:
     if isinstance(store, TorchStore):
         return store
     if not isinstance(store, Store):
-        raise TypeError(f"expected a store of zmqgrad.store, not {type(store).__name__}")
+        raise ArgumentTypeError(f"expected a store of zmqgrad.store, not {type(store).__name__}")
     wrapped = TorchStore(store)
     _kept.add(wrapped)
     return wrapped

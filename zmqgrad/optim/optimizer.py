@@ -10,7 +10,7 @@ from typing import Any
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.optim.groups import ParamGroup, RemoteParameters
 from zmqgrad.optim.local import Group, LocalOptimizer, Sharing, make
-from zmqgrad.optim.owners import as_list, call_method, call_owners, group_by_owner
+from zmqgrad.optim.owners import as_list, call_method, call_owners, check_owners, group_by_owner
 from zmqgrad.rpc import RRef
 
 
@@ -177,11 +177,7 @@ class DistributedOptimizer:
             ConfigurationError: if the owners differ.
             Exception: the error of torch's ``load_state_dict`` on an owner.
         """
-        if set(state) != set(self._locals):
-            raise ConfigurationError(
-                f"the state belongs to optimizers on {', '.join(sorted(state)) or 'no worker'}, but the "
-                f"parameters are owned by {', '.join(sorted(self._locals))}"
-            )
+        check_owners(state, self._locals)
         call_owners(_load, {owner: (local, state[owner]) for owner, local in self._locals.items()})
 
     def __repr__(self) -> str:

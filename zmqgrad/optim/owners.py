@@ -16,10 +16,12 @@ def as_list(params_rref: Iterable[Any], name: str = "params_rref") -> list[Any]:
     """Return references, or groups of them, as a list.
 
     Raises:
-        ConfigurationError: if ``params_rref`` is a single reference.
+        ConfigurationError: if ``params_rref`` is a single reference, or no list.
     """
     if isinstance(params_rref, RRef):
         raise ConfigurationError(f"{name} must be a list of RRefs, not an RRef: put it into a list")
+    if not isinstance(params_rref, Iterable):
+        raise ConfigurationError(f"{name} must be a list of RRefs, not {params_rref!r}")
     return list(params_rref)
 
 
@@ -35,6 +37,20 @@ def group_by_owner(params_rref: Iterable[RRef[Any]], name: str = "params_rref") 
             raise ConfigurationError(f"{name}[{i}] must be an RRef, not {type(param).__name__}")
         found.setdefault(param.owner_name(), []).append(param)
     return found
+
+
+def check_owners(state: Mapping[str, Any], owners: Mapping[str, Any]) -> None:
+    """Check that ``state``, which is by owner, is one of ``owners``.
+
+    Raises:
+        ConfigurationError: if it has other owners.
+    """
+    if not isinstance(state, Mapping) or set(state) != set(owners):
+        found = ", ".join(map(str, state)) if isinstance(state, Mapping) else repr(state)
+        raise ConfigurationError(
+            f"the state belongs to {found or 'no worker'}, but the parameters are owned by "
+            f"{', '.join(sorted(owners))}"
+        )
 
 
 def call_owners(function: Callable[..., Any], args: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from zmqgrad.optim.local import LocalOptimizer
 from zmqgrad.optim.optimizer import DistributedOptimizer
-from zmqgrad.optim.owners import call_owners
+from zmqgrad.optim.owners import call_owners, check_owners
 from zmqgrad.rpc import RRef
 
 
@@ -80,5 +80,14 @@ class DistributedLRScheduler:
         return call_owners(_state, {owner: (schedule,) for owner, schedule in self._schedules.items()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``, which is from :meth:`state_dict`."""
+        """Restore a state.
+
+        Args:
+            state: from :meth:`state_dict` of a scheduler of the same optimizer.
+
+        Raises:
+            ConfigurationError: if the owners differ.
+            Exception: the error of torch's ``load_state_dict`` on an owner.
+        """
+        check_owners(state, self._schedules)
         call_owners(_load, {owner: (schedule, state[owner]) for owner, schedule in self._schedules.items()})

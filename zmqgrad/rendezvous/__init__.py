@@ -35,6 +35,7 @@ from urllib.parse import parse_qsl, urlsplit
 from zmqgrad import environment
 from zmqgrad.environment import MAX_PORT, agent_serves_store, missing_variable, read_launch, torchrun_attempt
 from zmqgrad.errors import (
+    ArgumentTypeError,
     RendezvousError,
     RendezvousTimeoutError,
     StoreError,
@@ -129,6 +130,7 @@ def rendezvous(
     Raises:
         RendezvousError: if a setting is missing or invalid, or the port is in use.
         RendezvousTimeoutError: if no store replies within ``timeout``.
+        ArgumentTypeError: if ``url`` is no text.
         ConfigurationError: if the store would be reachable from other hosts without a secret.
 
     Example:
@@ -138,7 +140,7 @@ def rendezvous(
         >>> store.close()
     """
     if not isinstance(url, str):
-        raise TypeError(f"the URL of a rendezvous must be a str, not {type(url).__name__}")
+        raise ArgumentTypeError(f"the URL of a rendezvous must be a str, not {type(url).__name__}")
     scheme = _scheme_of(url)
     if scheme not in _handlers and scheme in _REGISTERED_BY:
         importlib.import_module(_REGISTERED_BY[scheme])

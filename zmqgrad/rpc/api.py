@@ -22,12 +22,12 @@ from zmqgrad.rpc.backend_registry import construct_rpc_backend_options, init_bac
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker, set_default_worker
 from zmqgrad.rpc.debug import debug_info
-from zmqgrad.rpc.futures import RpcFuture
+from zmqgrad.rpc.futures import RpcFuture, check_callable
 from zmqgrad.rpc.in_flight import is_serving
 from zmqgrad.rpc.membership.bootstrap import join_group, shared_name
 from zmqgrad.rpc.membership.events import JoinCallback, LossCallback
 from zmqgrad.rpc.membership.group import Group, close_quietly
-from zmqgrad.rpc.membership.worker_info import WorkerInfo, check_name
+from zmqgrad.rpc.membership.worker_info import WorkerInfo, check_name, check_names
 from zmqgrad.rpc.names import remote_named
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -538,13 +538,13 @@ def wait_for_workers(names: Sequence[str], timeout: float = UNSET_RPC_TIMEOUT) -
 
     Raises:
         RpcTimeoutError: if some have not joined in time, with their names.
+        ArgumentTypeError: if ``names`` is no list of names.
 
     Example:
         >>> rpc.wait_for_workers(["worker1"], timeout=30)
         [WorkerInfo(id=1, name=worker1)]
     """
-    if isinstance(names, str):
-        raise ArgumentTypeError(f"names must be a list of names, not the string {names!r}")
+    names = check_names(names, "names")
     worker = current_worker()
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     with blocking_section():
@@ -556,9 +556,13 @@ def on_join(callback: JoinCallback) -> None:
 
     Exceptions of the callback are logged.
 
+    Raises:
+        ArgumentTypeError: if ``callback`` cannot be called.
+
     Example:
         >>> rpc.on_join(lambda info: print(info.name, "has joined"))
     """
+    check_callable(callback)
     current_worker().events.on_join(callback)
 
 
@@ -567,9 +571,13 @@ def on_loss(callback: LossCallback) -> None:
 
     Exceptions of the callback are logged.
 
+    Raises:
+        ArgumentTypeError: if ``callback`` cannot be called.
+
     Example:
         >>> rpc.on_loss(lambda info, reason: print(info.name, "is lost:", reason))
     """
+    check_callable(callback)
     current_worker().events.on_loss(callback)
 
 

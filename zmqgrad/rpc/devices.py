@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.wire.tensors.devices import Route
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def to_devices(devices: Sequence[Any]) -> list[torch.device]:
     Raises:
         ConfigurationError: if one of them is not a CUDA device, or is a duplicate.
     """
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise ArgumentTypeError(f"devices must be a list of CUDA devices, not {devices!r}")
     meant = [to_device(device) for device in devices]
     for device in meant:
         if device.type != "cuda":

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zmqgrad.errors import RpcError
+from zmqgrad.errors import ArgumentTypeError, RpcError
 from zmqgrad.rpc.calls import Description, describe, refused_wait
 from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
 from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
@@ -93,7 +93,7 @@ class PythonFuture(torch.futures.Future[T]):
 
         What ``callback`` raises becomes a RuntimeError of that future, as with torch, with the cause.
         """
-        _check_callable(callback)
+        check_callable(callback)
         child: PythonFuture[S] = PythonFuture()
 
         def call(_: object) -> None:
@@ -111,7 +111,7 @@ class PythonFuture(torch.futures.Future[T]):
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback(self)`` when this is done, or at once if it is. What it raises is logged."""
-        _check_callable(callback)
+        check_callable(callback)
         context, recorded = copy_context(), torch.is_grad_enabled()
 
         def call(_: object) -> None:
@@ -155,9 +155,16 @@ class PythonFuture(torch.futures.Future[T]):
         return f"<{type(self).__name__} {'done' if self.done() else 'pending'}>"
 
 
-def _check_callable(callback: object) -> None:
+def check_callable(callback: object) -> None:
+    """Check that ``callback`` can be called.
+
+    Raises:
+        ArgumentTypeError: if it cannot.
+    """
     if not callable(callback):
-        raise TypeError(f"incompatible function arguments. A callback must be callable, not {callback!r}")
+        raise ArgumentTypeError(
+            f"incompatible function arguments. A callback must be callable, not {callback!r}"
+        )
 
 
 class RpcFuture(PythonFuture[T]):

@@ -53,11 +53,14 @@ def broadcast(
 
     Raises:
         UnknownWorkerError: if one of them does not exist; then no call is sent.
+        ArgumentTypeError: if ``workers`` is no list.
 
     Example:
         >>> rpc.wait_all(rpc.broadcast(["worker0", "worker1"], torch.sqrt, args=(torch.tensor(4.0),)))
         [tensor(2.), tensor(2.)]
     """
+    if workers is not None and (isinstance(workers, str) or not isinstance(workers, Iterable)):
+        raise ArgumentTypeError(f"broadcast: workers must be a list of workers, not {workers!r}")
     worker = current_worker()
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     find = worker.membership.find
@@ -81,7 +84,7 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
 
     Raises:
         RpcTimeoutError: if they are not done in time.
-        ArgumentTypeError: if one of them is not a future.
+        ArgumentTypeError: if they are no list, or one of them is not a future.
         Exception: what the first future to fail raised.
 
     Example:
@@ -119,7 +122,7 @@ def as_completed(futures: Iterable[F], timeout: float = 0.0) -> Iterator[F]:
         An iterator. It raises RpcTimeoutError if they are not done in time.
 
     Raises:
-        ArgumentTypeError: if one of them is not a future.
+        ArgumentTypeError: if they are no list, or one of them is not a future.
 
     Example:
         >>> futures = rpc.broadcast(["worker0", "worker1"], abs, args=(-2,))
@@ -131,6 +134,8 @@ def as_completed(futures: Iterable[F], timeout: float = 0.0) -> Iterator[F]:
 
 
 def _checked(futures: Iterable[F]) -> list[F]:
+    if not isinstance(futures, Iterable):
+        raise ArgumentTypeError(f"incompatible function arguments: {futures!r} is no list of futures")
     each = list(futures)
     for future in each:
         if not isinstance(future, CppFuture):

@@ -26,6 +26,7 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.directory import Follower, key_of
+from zmqgrad.rpc.futures import check_callable
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.worker import Worker
@@ -212,10 +213,14 @@ def watch_ref(name: str, callback: RefCallback) -> Follower:
     Returns:
         An object whose ``close()`` ends the watch. Shutdown ends it, too.
 
+    Raises:
+        ArgumentTypeError: if ``callback`` cannot be called.
+
     Example:
         >>> watch = rpc.watch_ref("state", lambda rref: None)  # called with None while nothing has the name
         >>> watch.close()
     """
+    check_callable(callback)
     worker, key = current_worker(), key_of(_PREFIX, name)
     shown = 0  # the number of the claim that the callback knows; 0: none
 

@@ -129,6 +129,11 @@ class RpcBackendOptions:
     join_timeout: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.init_method, str):
+            raise ArgumentTypeError(f"init_method must be a URL, such as 'env://', not {self.init_method!r}")
+        for name in ("liveness_timeout", "frozen_timeout", "refused_timeout"):
+            if name != "liveness_timeout" or self.liveness_timeout is not None:
+                setattr(self, name, check_timeout(getattr(self, name), name))
         self.limits.check()
         self.rpc_timeout = check_timeout(self.rpc_timeout, "rpc_timeout")
         self.join_timeout = check_timeout(
@@ -138,8 +143,8 @@ class RpcBackendOptions:
             raise ArgumentTypeError(f"num_worker_threads must be a number, not {self.num_worker_threads!r}")
         if self.num_worker_threads < 1:
             raise OptionError(f"num_worker_threads must be positive, not {self.num_worker_threads!r}")
-        self.device_maps = {to: to_device_map(each) for to, each in dict(self.device_maps or {}).items()}
-        self.devices = to_devices(self.devices or ())
+        self.device_maps = {to: to_device_map(each) for to, each in _as_dict(self.device_maps).items()}
+        self.devices = to_devices(() if self.devices is None else self.devices)
         if not _is_integer(self.io_threads, 1, MAX_IO_THREADS):
             raise ConfigurationError(
                 f"io_threads must be a number from 1 to {MAX_IO_THREADS}, not {self.io_threads!r}"
@@ -278,6 +283,15 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         super().__init__(
             rpc_timeout, init_method, num_worker_threads, device_maps or {}, devices or (), **others
         )
+
+
+def _as_dict(device_maps: Any) -> dict[str, Any]:
+    try:
+        return dict(device_maps or {})
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            f"device_maps must be a dict from names of workers to device maps, not {device_maps!r}"
+        ) from None
 
 
 def _is_integer(value: object, lowest: int, highest: float = math.inf) -> bool:

@@ -20,7 +20,7 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.directory import key_of
-from zmqgrad.rpc.futures import PythonFuture
+from zmqgrad.rpc.futures import PythonFuture, check_callable
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.publishing import PREFIX, Announcement, Slice, fetch_version, take_parts
 from zmqgrad.rpc.raising import copy_exception
@@ -261,7 +261,7 @@ def subscribe(
     Raises:
         RpcTimeoutError: if there is no version in time; it says which names there are.
         ConfigurationError: if there is no such part.
-        ArgumentTypeError: if ``name`` or ``narrow`` is no such thing.
+        ArgumentTypeError: if ``name``, ``narrow`` or ``callback`` is no such thing.
 
     Example:
         >>> version = rpc.publish("weights", {"bias": torch.ones(2)})
@@ -273,6 +273,8 @@ def subscribe(
         raise ArgumentTypeError(
             f"subscribe: narrow is a mapping of names to (dim, start, length) or None, not {narrow!r}"
         )
+    if callback is not None:
+        check_callable(callback)
     worker = current_worker()
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     subscription = Subscription(worker, name, narrow, callback, deadline)

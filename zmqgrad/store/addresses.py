@@ -6,7 +6,7 @@ import ipaddress
 import socket
 
 from zmqgrad import environment
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.transport.bind_policy import is_loopback, tcp_address
 
 
@@ -14,10 +14,10 @@ def check_port(port: int) -> int:
     """Check that ``port`` is a port number, and return it.
 
     Raises:
-        TypeError, ConfigurationError: if it is not.
+        ArgumentTypeError, ConfigurationError: if it is not.
     """
     if not isinstance(port, int) or isinstance(port, bool):
-        raise TypeError(f"a port must be an int, not {type(port).__name__}")
+        raise ArgumentTypeError(f"a port must be an int, not {type(port).__name__}")
     if not 0 <= port <= environment.MAX_PORT:
         raise ConfigurationError(f"the port {port} is not between 0 and {environment.MAX_PORT}")
     return port

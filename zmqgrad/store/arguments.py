@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.wire.messages import MAX_KEY, MAX_KEYS, MAX_VALUE
 
 Timeout = timedelta | float
@@ -29,7 +29,7 @@ def as_key(key: str | bytes) -> str:
     """Check ``key``, and return it as text.
 
     Raises:
-        TypeError, ConfigurationError: if it is not a valid key.
+        ArgumentTypeError, ConfigurationError: if it is not a valid key.
     """
     if type(key) is str and key.isascii() and len(key) <= MAX_KEY:  # as nearly always
         return key
@@ -37,7 +37,7 @@ def as_key(key: str | bytes) -> str:
         if isinstance(key, (bytes, bytearray)):
             key = _as_text(bytes(key))
         elif not isinstance(key, str):
-            raise TypeError(f"a key must be a str, not {type(key).__name__}")
+            raise ArgumentTypeError(f"a key must be a str, not {type(key).__name__}")
     if not key.isascii():
         try:
             key.encode()
@@ -57,10 +57,10 @@ def as_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """Check ``keys``, and return them as text.
 
     Raises:
-        TypeError, ConfigurationError: if one is not a valid key, or ``keys`` is a single string.
+        ArgumentTypeError, ConfigurationError: if one is not a valid key, or ``keys`` is a single string.
     """
     if isinstance(keys, (str, bytes)):
-        raise TypeError(f"expected a list of keys, not the {type(keys).__name__} {keys[:40]!r}")
+        raise ArgumentTypeError(f"expected a list of keys, not the {type(keys).__name__} {keys[:40]!r}")
     checked = tuple(keys)
     if {*map(type, checked)} != {str} or not "".join(checked).isascii() or max(map(len, checked)) > MAX_KEY:
         checked = tuple([as_key(key) for key in checked])
@@ -73,7 +73,7 @@ def as_value(value: object) -> bytes:
     """Check ``value``, and return it as bytes.
 
     Raises:
-        TypeError, ConfigurationError: if it is not a valid value.
+        ArgumentTypeError, ConfigurationError: if it is not a valid value.
     """
     if not isinstance(value, bytes):
         if isinstance(value, str):
@@ -81,7 +81,7 @@ def as_value(value: object) -> bytes:
         elif isinstance(value, (bytearray, memoryview)):
             value = bytes(value)
         else:
-            raise TypeError(f"a value must be bytes or str, not {type(value).__name__}")
+            raise ArgumentTypeError(f"a value must be bytes or str, not {type(value).__name__}")
     if len(value) > MAX_VALUE:
         raise ConfigurationError(f"a value of {len(value)} bytes (at most {MAX_VALUE})")
     return value
@@ -91,14 +91,14 @@ def seconds_of(timeout: Timeout) -> float:
     """Check ``timeout``, and return it in seconds.
 
     Raises:
-        TypeError, ConfigurationError: if it is not a duration, or negative.
+        ArgumentTypeError, ConfigurationError: if it is not a duration, or negative.
     """
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
     elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
         seconds = float(timeout)
     else:
-        raise TypeError(f"a timeout must be a timedelta or seconds, not {type(timeout).__name__}")
+        raise ArgumentTypeError(f"a timeout must be a timedelta or seconds, not {type(timeout).__name__}")
     if not seconds >= 0:
         raise ConfigurationError(f"a timeout cannot be negative, or no number: {timeout}")
     return seconds

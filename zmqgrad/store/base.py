@@ -15,7 +15,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from zmqgrad.errors import ClosedError, ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
+from zmqgrad.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    ConfigurationError,
+    QueueEmptyError,
+    StoreError,
+    StoreTimeoutError,
+)
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.effects import MAX_BATCH_BYTES
@@ -64,7 +71,7 @@ class Store(ABC):
     """A key-value store shared by several processes, or threads.
 
     Every call may raise ``StoreError`` (the store cannot be reached, or refused), ``StoreTimeoutError``
-    (no reply in time), ``TypeError`` and ``ConfigurationError`` (invalid arguments).
+    (no reply in time), ``ArgumentTypeError`` and ``ConfigurationError`` (invalid arguments).
 
     Example:
         >>> store: Store = HashStore()
@@ -102,14 +109,16 @@ class Store(ABC):
         """Add ``amount`` to the decimal number at ``key`` (0 if missing). Returns the sum.
 
         Raises:
-            TypeError, ConfigurationError: if ``amount`` is not an integer of 64 bits.
+            ArgumentTypeError, ConfigurationError: if ``amount`` is not an integer of 64 bits.
             StoreError: if the value is not a number, or the sum does not fit 64 bits.
         """
         if type(amount) is not int:
             try:
                 amount = int(operator.index(amount))  # a bool or a numpy integer becomes an int
             except TypeError:
-                raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}") from None
+                raise ArgumentTypeError(
+                    f"add: the amount must be an int, not {type(amount).__name__}"
+                ) from None
         if not -(1 << 63) <= amount < 1 << 63:
             raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
         return self._ask(StoreAdd(as_key(key), amount), StoreNumber).number
@@ -167,10 +176,10 @@ class Store(ABC):
             values: as many as ``keys``.
 
         Raises:
-            TypeError, ConfigurationError: if ``values`` is not a list of that length, or is too large.
+            ArgumentTypeError, ConfigurationError: if ``values`` is no list of that length, or is too large.
         """
         if isinstance(values, (str, bytes)):
-            raise TypeError(f"multi_set: expected a list of values, not the {type(values).__name__}")
+            raise ArgumentTypeError(f"multi_set: expected a list of values, not the {type(values).__name__}")
         names, checked = as_keys(keys), tuple([as_value(value) for value in values])
         if len(names) != len(checked):
             raise ConfigurationError(f"multi_set: {len(names)} keys, but {len(checked)} values")

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from zmqgrad import environment
-from zmqgrad.errors import ConfigurationError, StoreTimeoutError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import check_port, connecting_address, listening_address
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
@@ -80,7 +80,7 @@ class TCPStore(Store):
     ) -> None:
         super().__init__(timeout)
         if not isinstance(host_name, str):
-            raise TypeError(f"the host name must be a str, not {type(host_name).__name__}")
+            raise ArgumentTypeError(f"the host name must be a str, not {type(host_name).__name__}")
         connecting_address(host_name, check_port(port))
         if port == 0 and not is_master:
             raise ConfigurationError("a client needs the port of its master, not 0")

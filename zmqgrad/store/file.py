@@ -7,7 +7,7 @@ import operator
 import os
 from pathlib import Path
 
-from zmqgrad.errors import ConfigurationError, StoreTimeoutError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.base import Store
@@ -104,7 +104,7 @@ class FileStore(Store):
 
 def _as_path(name: str | os.PathLike[str]) -> str:
     if not isinstance(name, (str, os.PathLike)):
-        raise TypeError(f"the file name must be a str, not {type(name).__name__}")
+        raise ArgumentTypeError(f"the file name must be a str, not {type(name).__name__}")
     path = os.fspath(name)
     if not path or "\0" in path:
         raise ConfigurationError(f"{path!r} is no name of a file")

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from zmqgrad.errors import ArgumentTypeError
 from zmqgrad.store.arguments import as_key
 from zmqgrad.store.base import Store
 from zmqgrad.store.events import EventHandler, WatchEvent
@@ -31,7 +32,9 @@ class PrefixStore(Store):
 
     def __init__(self, prefix: str, store: Store, *, owned: bool = False) -> None:
         if not isinstance(store, Store):
-            raise TypeError(f"a PrefixStore needs a store of zmqgrad.store, not {type(store).__name__}")
+            raise ArgumentTypeError(
+                f"a PrefixStore needs a store of zmqgrad.store, not {type(store).__name__}"
+            )
         self._prefix = f"{as_key(prefix)}/"
         self._store = store
         self._registry = store._registry

@@ -23,7 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from zmqgrad import environment
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.sockets import get_int
 from zmqgrad.transport.user_token import read_token
@@ -80,7 +80,7 @@ def load_keys(secret: str | bytes | None = None) -> Keys | None:
         The keys; None if there is no secret.
 
     Raises:
-        TypeError, ConfigurationError: as :func:`find_secret`.
+        ArgumentTypeError, ConfigurationError: as :func:`find_secret`.
     """
     found = find_secret(secret)
     return None if found is None else _derive(found)
@@ -90,7 +90,7 @@ def find_secret(secret: str | bytes | None = None) -> bytes | None:
     """Returns ``secret``, or that of the environment if it is None; None if there is none.
 
     Raises:
-        TypeError: if ``secret`` is neither str nor bytes.
+        ArgumentTypeError: if ``secret`` is neither str nor bytes.
         ConfigurationError: if the secret is too short, set twice, or its file cannot be read safely.
     """
     if secret is None:
@@ -101,7 +101,7 @@ def find_secret(secret: str | bytes | None = None) -> bytes | None:
             return read_secret(path)
         return None if value is None else _checked(value.encode(), environment.SECRET)
     if not isinstance(secret, (str, bytes)):
-        raise TypeError(f"a secret must be str or bytes, not {type(secret).__name__}")
+        raise ArgumentTypeError(f"a secret must be str or bytes, not {type(secret).__name__}")
     return _checked(secret.encode() if isinstance(secret, str) else secret, "the secret")
 
 
@@ -184,7 +184,7 @@ def keys_for_store(secret: str | bytes | None = None) -> Keys | None:
         None if there is no secret, and the user allows connections without authentication.
 
     Raises:
-        TypeError, ConfigurationError: as :func:`load_keys`; or there is no place for the user's token.
+        ArgumentTypeError, ConfigurationError: as :func:`load_keys`; or no place for the user's token.
     """
     found = find_secret(secret)
     if found is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zmqgrad import rpc
-from zmqgrad.errors import PeerLostError, RpcTimeoutError, UnknownWorkerError
+from zmqgrad.errors import ArgumentTypeError, PeerLostError, RpcTimeoutError, UnknownWorkerError
 from zmqgrad.rpc import api
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.testing import Cluster, cluster
@@ -47,6 +47,16 @@ def test_all_gather_returns_all_values_everywhere(trio: Cluster) -> None:
         assert results == [{f"worker{rank}": (rank, n) for rank in range(3)}] * 3
     values = on_each(trio, [0, 1, 2], lambda rank: rpc.all_gather(torch.full((2,), float(rank))))
     assert all(v["worker2"].tolist() == [2.0, 2.0] for v in values)
+
+
+@pytest.mark.parametrize("workers", ["worker0", 0, [0], [None], [["worker0"]]])
+def test_what_is_no_list_of_names_is_refused_at_once(trio: Cluster, workers: Any) -> None:
+    """Also by those that would wait for such workers until their timeout."""
+    for call in rpc.barrier, rpc.wait_for_workers, lambda names: rpc.all_gather(1, names):
+        with pytest.raises(ArgumentTypeError, match="must be a list of names of workers, not"):
+            call(workers)
+    with pytest.raises(ArgumentTypeError, match="must be a list of names of workers, not"):
+        rpc.wait_for_workers(rpc.get_worker_infos())  # type: ignore[arg-type]
 
 
 def test_a_subset_of_workers(trio: Cluster) -> None:

@@ -15,6 +15,7 @@ from tests.support.processes import free_port
 from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import (
+    ArgumentTypeError,
     ConfigurationError,
     DuplicateWorkerError,
     NotInitializedError,
@@ -456,6 +457,29 @@ def test_options_by_torchs_name() -> None:
         rpc.TensorPipeRpcBackendOptions(num_threads=3)
     options.rpc_timeout = -5
     with pytest.raises(ConfigurationError, match="rpc_timeout"):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("init_method", None),
+        ("init_method", 5),
+        ("device_maps", "worker1"),
+        ("device_maps", 5),
+        ("devices", "cuda:0"),
+        ("devices", 0),
+        ("liveness_timeout", "3"),
+        ("frozen_timeout", None),
+        ("refused_timeout", None),
+    ],
+)
+def test_options_of_another_type(option: str, value: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"{option} must be .*, not {value!r}"):
+        rpc.RpcBackendOptions(**{option: value})
+    options = rpc.RpcBackendOptions()
+    setattr(options, option, value)
+    with pytest.raises(ArgumentTypeError, match=option):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
 
 

@@ -133,6 +133,8 @@ class RemoteModule(nn.Module, RpcSerializable):
             NotInitializedError, ConfigurationError: as the constructor.
         """
         _refuse_interface(_module_interface_cls)
+        if not isinstance(module_rref, RRef):
+            raise ArgumentTypeError(f"module_rref must be an RRef, not {module_rref!r}")
         module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(module)
         module._initialize(*_parse_remote_device(remote_device), module_rref, checkpoint)

@@ -18,6 +18,7 @@ from zmqgrad.errors import RpcError, RpcTimeoutError, TransportError, UnknownWor
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.functions import async_execution
 from zmqgrad.rpc.futures import PythonFuture
+from zmqgrad.rpc.membership.worker_info import check_names
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.runtime.clock import Deadline
 
@@ -44,6 +45,7 @@ def all_gather(
         RpcTimeoutError: if not all have called this within ``timeout``. The sequence numbers of workers that
             call later no longer match.
         UnknownWorkerError: if a name is unknown, or this worker is not a participant.
+        ArgumentTypeError: if ``workers`` is no list of names.
         PeerLostError: if a participant has died, or dies before all have called this.
 
     Example:
@@ -51,7 +53,8 @@ def all_gather(
         {'worker0': 0.5}
     """
     worker = current_worker()
-    names = tuple(sorted({r.name for r in worker.membership.all()} if workers is None else set(workers)))
+    names = [r.name for r in worker.membership.all()] if workers is None else check_names(workers, "workers")
+    names = sorted(set(names))
     if worker.name not in names:
         raise UnknownWorkerError(f"{worker.name} is not one of the participants: {', '.join(names)}")
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)

@@ -7,12 +7,13 @@ import os
 import select
 import socket
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 
-from zmqgrad.errors import ConfigurationError, WorkerNameError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, WorkerNameError
 from zmqgrad.wire.ids import MAX_WORKER
 
 MAX_NAME = 128
@@ -82,6 +83,19 @@ def check_name(name: object) -> str:
             f"characters, not {name!r}"
         )
     return name
+
+
+def check_names(names: object, argument: str) -> list[str]:
+    """Return ``names``, which was passed as ``argument``, as a list.
+
+    Raises:
+        ArgumentTypeError: if it is no list of names.
+    """
+    if not isinstance(names, str) and isinstance(names, Iterable):
+        found = list(names)
+        if all(isinstance(name, str) for name in found):
+            return found
+    raise ArgumentTypeError(f"{argument} must be a list of names of workers, not {names!r}")
 
 
 def check_rank(rank: object, world_size: object) -> tuple[int, int]:
