@@ -23,6 +23,7 @@ from zmqgrad.errors import (
     RpcError,
     RpcTimeoutError,
     StoreTimeoutError,
+    WorkerNameError,
     WorldSizeError,
 )
 from zmqgrad.rpc.membership import registry, shutdown
@@ -481,6 +482,11 @@ def test_options_of_another_type(option: str, value: Any) -> None:
     setattr(options, option, value)
     with pytest.raises(ArgumentTypeError, match=option):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+
+
+def test_names_are_ascii() -> None:
+    with pytest.raises(WorkerNameError, match="Worker name must match"):
+        rpc.init_rpc("w\u00f6rker", rank=0, world_size=1)
 
 
 def test_other_invalid_arguments() -> None:

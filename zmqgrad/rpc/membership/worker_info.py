@@ -77,7 +77,7 @@ def check_name(name: object) -> str:
     """
     if not isinstance(name, str):
         raise WorkerNameError(f"a worker's name must be a string, not {name!r}")
-    if not 0 < len(name) < MAX_NAME or not all(c.isalnum() or c in "_-:." for c in name):
+    if not 0 < len(name) < MAX_NAME or not all(c.isascii() and (c.isalnum() or c in "_-:.") for c in name):
         raise WorkerNameError(
             f"Worker name must match ^[A-Za-z0-9-_:.]*$, and must be non-empty and shorter than {MAX_NAME} "
             f"characters, not {name!r}"
