@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
@@ -58,6 +59,7 @@ def test_descriptions() -> None:
     assert describe("a text") == "a text"
     assert describe(twice) == "twice"
     assert describe(str.upper) == "str.upper"
+    assert describe(torch.add) == "torch.add"
     assert describe(Shy) == "Shy"
     assert describe(Shy().__call__) == "Shy.__call__"
     assert describe(partial(twice, Shy())) == "partial(twice)"  # type: ignore[arg-type]

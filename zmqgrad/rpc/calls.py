@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.reply_port import ReplyPort
+from zmqgrad.rpc.serialization.naming import TORCH_OPERATOR
 from zmqgrad.runtime.collector import interrupts_library
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
@@ -45,7 +46,9 @@ def describe(description: Description) -> str:
     except Exception as e:  # __getattr__ is code of the program, too
         logger.debug("reading the name of a %s failed: %s", type(description), type(e))
         name = None
-    return name if name and type(name) is str else f"<{type(description).__qualname__} object>"
+    if not name or type(name) is not str:
+        return f"<{type(description).__qualname__} object>"
+    return f"torch.{name.removeprefix(TORCH_OPERATOR)}" if name.startswith(TORCH_OPERATOR) else name
 
 
 def refused_wait(description: Description) -> RpcError:

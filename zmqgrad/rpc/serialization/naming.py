@@ -17,7 +17,7 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 
 _TORCH_FUNCTION_MODULES = ("torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
 
-_TORCH_OPERATOR = "_VariableFunctionsClass."
+TORCH_OPERATOR = "_VariableFunctionsClass."
 """Prefix of the qualified names of functions such as ``torch.add``."""
 
 
@@ -29,7 +29,7 @@ def reference_to(function: Any, main_by_reference: bool = True) -> str:
         return ""
     if module in MAIN_NAMES:
         return f"__main__:{name}" if main_by_reference and _resolves_to("__main__", name, function) else ""
-    if name.startswith(_TORCH_OPERATOR):  # their qualified names cannot be resolved
+    if name.startswith(TORCH_OPERATOR):  # their qualified names cannot be resolved
         return _builtin_reference(function)
     if isinstance(module, str) and _resolves_to(module, name, function):
         return f"{module}:{name}"
