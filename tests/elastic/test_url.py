@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +189,37 @@ def test_processes_that_leave_at_once_join_again() -> None:
     """Also those that are faster than the process that serves the state."""
     url = f"elastic://127.0.0.1:{free_port()}?run_id=job&min_nodes=3&max_nodes=3"
     assert run_processes(join_many_times, 3, (url,)) == [[3] * 5] * 3
+
+
+def meet(name: str, url: str, **place: int) -> list[str]:
+    rpc.init_rpc(name, rpc_backend_options=rpc.RpcBackendOptions(init_method=url, join_timeout=30), **place)
+    names = [info.name for info in rpc.get_worker_infos()]
+    rpc.shutdown()
+    return sorted(names)
+
+
+def meet_a_new_process(rank: int, first: str, second: str, left: str) -> list[str]:
+    """Process 0 has been in a group before; the other one is new."""
+    places: list[dict[str, int]] = [{}, {}]
+    if not second.startswith("elastic"):
+        places = [{"rank": 0, "world_size": 1}, {"rank": rank, "world_size": 2}]
+    if rank == 0:
+        assert meet("alone", first, **places[0]) == ["alone"]
+        Path(left).touch()
+    else:
+        eventually(Path(left).exists)
+    return meet(f"worker{rank}", second, **places[1])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["elastic", "tcp"])
+def test_a_process_that_has_left_a_group_meets_a_new_one(kind: str, tmp_path: Path) -> None:
+    first, second = (f"{kind}://127.0.0.1:{free_port()}" for _ in range(2))
+    if kind == "elastic":
+        first, second = (f"{first}?run_id=job&world_size={size}" for size in (1, 2))
+    found = run_processes(meet_a_new_process, 2, (first, second, str(tmp_path / "left")))
+    assert found == [["worker0", "worker1"]] * 2
 
 
 def join_until_one_has_died(rank: int, url: str) -> int:

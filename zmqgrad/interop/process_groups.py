@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.interop.stores import TorchStore, as_torch_store, forget
-from zmqgrad.rendezvous import DEFAULT_TIMEOUT, Group, rendezvous, rendezvous_beside
+from zmqgrad.rendezvous import DEFAULT_TIMEOUT, Group, meeting_place, rendezvous, rendezvous_beside
 from zmqgrad.store import PrefixStore, Store
 
 SCHEME = "zmq"
@@ -21,8 +22,8 @@ SCHEME = "zmq"
 register: Any = register_rendezvous_handler  # torch's stubs lack its types
 
 
-_joined = 0
-"""Default process groups that :func:`init_process_group` has joined; equal on all workers."""
+_joined: Counter[str | None] = Counter()
+"""Default process groups that :func:`init_process_group` has joined, by where they met; equal on all."""
 
 
 def init_process_group(
@@ -59,7 +60,6 @@ def init_process_group(
         1
         >>> torch.distributed.destroy_process_group()
     """
-    global _joined
     options = {"timeout": timeout, "pg_options": pg_options, "device_id": device_id, "group_name": group_name}
     if store is not None:
         shared = as_torch_store(store) if isinstance(store, Store) else store
@@ -69,20 +69,23 @@ def init_process_group(
         return
     if torch_distributed.is_initialized():
         raise ValueError("trying to initialize the default process group twice!")
+    init_method = init_method or "env://"
+    place = meeting_place(init_method)
+    number = _joined[place]
     found, rank, world_size = rendezvous_beside(
-        init_method or "env://",
+        init_method,
         rank,
         world_size,
         timeout or DEFAULT_TIMEOUT,
-        group=Group("process_group", _joined),
+        group=Group("process_group", number),
     )
-    own = as_torch_store(PrefixStore(f"group_{_joined}", found, owned=True))  # a file may outlive a group
+    own = as_torch_store(PrefixStore(f"group_{number}", found, owned=True))  # a file may outlive a group
     try:
         torch_distributed.init_process_group(backend, world_size=world_size, rank=rank, store=own, **options)
     except BaseException:
         own.close()
         raise
-    _joined += 1
+    _joined[place] += place is not None
     forget_with_group(own)
 
 

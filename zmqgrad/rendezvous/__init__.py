@@ -74,7 +74,7 @@ class Group(NamedTuple):
 
     purpose: str
     number: int = 0
-    """Counts the groups of this purpose: all workers join them in the same order."""
+    """Counts the groups of this purpose at one place: all workers join them in the same order."""
     rival: Rival | None = None
     """A group that must not exist beside this one."""
 
@@ -176,6 +176,26 @@ def rendezvous_beside(
     if find is None:
         return next(rendezvous(url, rank, world_size, timeout))
     return find(parse(_with_arguments(url, rank, world_size)), timeout, group)
+
+
+def meeting_place(url: str) -> str | None:
+    """What tells apart the groups that meet by ``url`` from those that meet elsewhere.
+
+    A process counts its groups at each place, so that it meets new processes at a new one.
+
+    Returns:
+        Equal texts for one place, however its host is spelled; None: each group has a store of its own.
+
+    Raises:
+        RendezvousError: if the URL cannot be parsed.
+    """
+    scheme = _scheme_of(url)
+    if scheme == "elastic":
+        return None
+    if scheme == "env":
+        store = environment.store_url()
+        return f"port {read_launch().master_port}" if store is None else store.partition("?")[0]
+    return f"port {parse(url).port}" if scheme in ("tcp", "zmq") else url.partition("?")[0]
 
 
 def _scheme_of(url: str) -> str:

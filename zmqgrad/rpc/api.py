@@ -135,13 +135,13 @@ def _meet(
     rank: int | None, world_size: int | None, options: RpcBackendOptions
 ) -> tuple[Store, int | None, int | None]:
     """Run the rendezvous. Returns store, rank and world size (None: not fixed)."""
-    timeout = options.join_timeout or NO_LIMIT
-    if world_size is None and not has_world_size(options.init_method):
-        store, rank = open_store(options.init_method, rank, timeout, shared_name(None, rank))
+    url, timeout = options.init_method, options.join_timeout or NO_LIMIT
+    if world_size is None and not has_world_size(url):
+        store, rank = open_store(url, rank, timeout, shared_name(url, None, rank))
     else:
         size = -1 if world_size is None else world_size
         store, rank, world_size = rendezvous_beside(
-            options.init_method, -1 if rank is None else rank, size, timeout, group=shared_name(size)
+            url, -1 if rank is None else rank, size, timeout, group=shared_name(url, size)
         )
     store.set_timeout(min(timeout, options.rpc_timeout or NO_LIMIT))  # of each query, as with torch
     return store, rank, world_size

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from functools import partial
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, DuplicateWorkerError, WorldSizeError
 from zmqgrad.rendezvous import Group as SharedName
+from zmqgrad.rendezvous import meeting_place
 from zmqgrad.rendezvous.sidecar import Rival
 from zmqgrad.rpc.membership.dynamic import DynamicGroup
 from zmqgrad.rpc.membership.fixed import FixedGroup
@@ -31,16 +33,16 @@ from zmqgrad.transport.security import job_keys, keys_for_worker, load_keys
 
 logger = logging.getLogger(__name__)
 
-_generation = 1
-"""Number of the group of fixed size that this process is in, or joins next; equal in all its workers."""
+_joined: Counter[str | None] = Counter()
+"""Groups of fixed size that this process has joined, by where they met; equal in all workers of the next."""
 
 _JOB_KEY = "rpc/job"
 """Key of the store that holds the random name of the job."""
 
 
-def shared_name(world_size: int | None, rank: int | None = None) -> SharedName:
+def shared_name(init_method: str, world_size: int | None, rank: int | None = None) -> SharedName:
     """The name of the next group among those that share its address. ``world_size`` None: it is dynamic."""
-    fixed, dynamic = SharedName("rpc", _generation), SharedName("rpc", 0)
+    fixed, dynamic = SharedName("rpc", _generation(init_method)), SharedName("rpc", 0)
     if world_size is None:
         return dynamic._replace(rival=Rival(str(fixed), partial(check_no_fixed_group, rank=rank)))
     return fixed._replace(rival=Rival(str(dynamic), check_no_dynamic_group))
@@ -80,7 +82,7 @@ def join_group(
         if isinstance(
             e, (DuplicateWorkerError, WorldSizeError)
         ):  # all workers are refused, and try again under new keys
-            _end_generation(world_size)
+            _end_generation(options.init_method, world_size)
             if isinstance(store, FileStore):
                 store.disown()
                 close_quietly(group)
@@ -90,14 +92,19 @@ def join_group(
                 ) from e
         close_quietly(group)
         raise
-    _end_generation(world_size)
+    _end_generation(options.init_method, world_size)
     return group
 
 
-def _end_generation(world_size: int | None) -> None:
+def _generation(init_method: str) -> int:
+    """Number of the group of fixed size that this process is in, or joins next, where it meets the others."""
+    return 1 + _joined[meeting_place(init_method)]
+
+
+def _end_generation(init_method: str, world_size: int | None) -> None:
     """Use new keys for the next group. After a timeout the keys stay: workers that start late still join."""
-    global _generation
-    _generation += world_size is not None
+    place = meeting_place(init_method)
+    _joined[place] += world_size is not None and place is not None
 
 
 def _make_group(
@@ -111,7 +118,7 @@ def _make_group(
         worker = make_worker(name, number, 0, _mailbox(name, number, store, options), options)
         return DynamicGroup(worker, keys, served)
     number, _ = check_rank(-1 if rank is None else rank, world_size)
-    keys = fixed_store(store, _generation)
+    keys = fixed_store(store, _generation(options.init_method))
     worker = make_worker(name, number, world_size, _mailbox(name, number, store, options), options)
     return FixedGroup(worker, keys, served)
 
