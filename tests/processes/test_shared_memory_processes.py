@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import threading
 from contextlib import suppress
@@ -233,3 +234,45 @@ def a_reader_is_killed(rank: int) -> tuple[int, list[str]]:
 @pytest.mark.timeout(120)
 def test_blocks_of_a_killed_reader_come_back() -> None:
     assert run_processes(a_reader_is_killed, 3, timeout=90, may_die=[1]) == [(0, []), None, (-1, [])]
+
+
+# ---- too little memory -----------------------------------------------------------------------------------
+
+TOO_LARGE = 200 * MB
+
+
+def limit_memory(more: int) -> None:
+    """Let this process have so many bytes of addresses beyond those that it has (``ulimit -v``)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + more if more else resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def zeros(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def receive_too_much(rank: int, fast_path: bool, as_reply: bool) -> None:
+    options = rpc.RpcBackendOptions(rpc_timeout=0, local_fast_path=fast_path, arena_limit=512 * MB)
+    rpc.init_rpc(f"worker{rank}", rpc_backend_options=options)
+    if rank == 0:
+        receiver, sender = (0, 1) if as_reply else (1, 0)
+        function, argument = (zeros, TOO_LARGE) if as_reply else (torch.numel, zeros(TOO_LARGE))
+        if not fast_path:  # libzmq aborts a process in which it cannot start its threads
+            rpc.rpc_sync("worker1", echo, args=(zeros(MB),))
+        rpc.rpc_sync(f"worker{receiver}", limit_memory, args=(TOO_LARGE // 2,))
+        with pytest.raises(MemoryError, match=f"no memory for {TOO_LARGE} bytes that worker {sender} has"):
+            rpc.rpc_sync("worker1", function, args=(argument,))
+        assert rpc.rpc_sync("worker1", echo, args=(zeros(MB),)).equal(zeros(MB))
+        rpc.rpc_sync(f"worker{receiver}", limit_memory, args=(0,))
+        assert rpc.rpc_sync("worker1", echo, args=(zeros(MB),)).equal(zeros(MB))
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("as_reply", [False, True])
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_a_tensor_beyond_the_memory_of_its_receiver_fails_its_call_only(
+    fast_path: bool, as_reply: bool
+) -> None:
+    """Without a timeout the call waited for ever (by tcp), or the sender was declared lost (on one host)."""
+    run_processes(receive_too_much, 2, args=(fast_path, as_reply))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import random
 from collections.abc import Iterator
@@ -213,6 +214,30 @@ def test_a_message_with_missing_chunks_is_refused() -> None:
         assembly.complete(3, manifest, [])
 
 
+class NoMemory:
+    """In the place of mappings."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+
+def test_who_takes_a_frame_is_told_that_there_was_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all frames of its message nothing is kept."""
+    assembly = Reassembler()
+    assembly.add(3, Chunk(1, 0, 10), [bytearray(10)])
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", NoMemory)
+        assembly.add(3, Chunk(2, 0, 10), [bytearray(5)])
+    assembly.add(3, Chunk(2, 5, 10), [bytearray(5)])
+    assembly.add(3, Chunk(3, 0, 10), [bytearray(10)])
+    buffers = tuple(FrameBuffer(0, stream, 0, 10) for stream in (1, 2, 3))
+    with pytest.raises(MemoryError, match="no memory for 10 bytes that worker 3 has sent"):
+        assembly.complete(3, Manifest(buffers, ()), [])
+    for stream in (1, 2, 3):
+        with pytest.raises(ProtocolError, match="missing"):
+            assembly.take(3, stream, 10)
+
+
 def test_a_peer_cannot_begin_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "MAX_STREAMS", 3)
     assembly = Reassembler()
@@ -238,6 +263,27 @@ def test_a_peer_cannot_begin_without_end(monkeypatch: pytest.MonkeyPatch) -> Non
 def office(request: pytest.FixtureRequest) -> Iterator[Office]:
     with office_of(OverZmq(request.param)) as opened:
         yield opened
+
+
+def test_a_message_arrives_though_there_is_no_memory_for_its_frames(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read them is an error; messages after it are whole."""
+    a, b = office.pair()
+    large = some_bytes((1 << 20) + 1)
+    for n in range(3):
+        with monkeypatch.context() as patch:
+            if n == 1:
+                patch.setattr(mmap, "mmap", NoMemory)
+            a.mailbox.send(1, StoreSet("key", b"value"), n, [large, b"more"])
+            (inbound,) = b.take()
+        assert inbound.envelope.message_id == n
+        if n != 1:
+            assert list(map(bytes, inbound.frames)) == [large, b"more"]
+            continue
+        with pytest.raises(MemoryError, match="no memory for 1048577 bytes that worker 0 has sent"):
+            inbound.frames[1]
+        assert b.mailbox.statistics()["malformed"] == 0
 
 
 def test_a_message_with_large_frames_is_one_message(office: Office) -> None:

@@ -26,7 +26,7 @@ from zmqgrad.rpc.serialization.serializer import serialize
 from zmqgrad.rpc.server import Server
 from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.runtime.future import Promise
-from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.base import Inbound, Unreceived
 from zmqgrad.wire.messages import (
     Call,
     Message,
@@ -76,6 +76,8 @@ class Callee:
         tensors = run = None
         call: Any = getattr(inbound.message, "wrapped", inbound.message)
         source = inbound.envelope.source
+        if inbound.frames.__class__ is Unreceived:  # to read them raises
+            self._references.release_unread(inbound)
         created: Promise[Any] | None = None
         if isinstance(call, RemoteCall):
             created = self._references.create_pending(source, call.rref_id, call.fork_id)

@@ -13,7 +13,7 @@ from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.deserializer import deserialize, deserialize_tensors
 from zmqgrad.runtime.future import Promise
-from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.base import Inbound, Unreceived
 from zmqgrad.wire.messages import ExceptionReply, Result, RRefValue
 
 
@@ -43,6 +43,8 @@ class ReplyDecoder:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.decode(inbound)
+        if inbound.frames.__class__ is Unreceived:  # to read them raises
+            self._references.release_unread(inbound)
         message = inbound.message
         unwrap = self._unwrappers.get(inbound.envelope.type)  # type: ignore[call-overload]
         tensors = None

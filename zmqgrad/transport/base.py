@@ -20,11 +20,33 @@ from zmqgrad.wire.lazy_frame import Frame as Frame
 from zmqgrad.wire.messages import Message
 
 
+def no_memory(size: int, peer: int) -> MemoryError:
+    """The error for whoever reads a message of ``peer`` of which ``size`` bytes could not be kept."""
+    return MemoryError(f"this process has no memory for {size} bytes that worker {peer} has sent")
+
+
+class Unreceived(Sequence[Buffer]):
+    """The frames of a message for which there was no memory: reading them raises ``error``."""
+
+    def __init__(self, error: MemoryError) -> None:
+        self._text = str(error)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        raise MemoryError(self._text)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MemoryError(self._text)
+
+
 class Inbound(NamedTuple):
     """A message that arrived.
 
     Args:
-        frames: the frames after the header; the handler may keep them and write to them.
+        frames: the frames after the header; the handler may keep them and write to them. To read those for
+            which there was no memory raises MemoryError.
         size: in bytes, of all frames including the header.
         socket_bytes: what the message counts for flow control: the bytes that arrived through a socket.
     """

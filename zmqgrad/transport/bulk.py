@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import ServiceThread
-from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.base import Buffer, no_memory
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, array_beneath
 from zmqgrad.transport.sockets import FRAME_BYTES
 from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, LargeMessage, Manifest
@@ -40,6 +40,9 @@ MIN_POOLED_BYTES = 1 << 20
 
 MAX_STREAMS = 1 << 16
 """Maximum number of incomplete frames of one peer."""
+
+MAX_TOTAL_BYTES = 1 << 44
+"""Size limit of a frame: no process has so much memory."""
 
 MAX_POOL_BYTES = 512 << 20
 """Limit of the free buffers in the pool."""
@@ -106,7 +109,7 @@ def copy_into(target: memoryview, source: Buffer) -> None:
 
 
 class _PartialFrame:
-    """A frame of which some chunks have arrived."""
+    """A frame of which some chunks have arrived. ``array`` is None if there is no memory for it."""
 
     __slots__ = ("array", "received", "size")
 
@@ -115,12 +118,14 @@ class _PartialFrame:
         self.size = size
         self.received = 0
 
-    def reserve(self, chunk: Chunk, size: int) -> memoryview:
+    def reserve(self, chunk: Chunk, size: int) -> memoryview | None:
         if chunk.offset != self.received or chunk.total != self.size or self.received + size > self.size:
             raise ProtocolError(
                 f"a chunk of {size} bytes at {chunk.offset} of {chunk.total} does not continue a frame of "
                 f"which {self.received} of {self.size} bytes were received"
             )
+        if self.array is None:
+            return None
         return memoryview(self.array).cast("B")[self.received : self.received + size]
 
 
@@ -145,11 +150,16 @@ class Reassembler:
             ProtocolError: if it does not continue the frame.
         """
         data = frames[0] if len(frames) == 1 else bytearray(chunk.data)
-        copy_into(self.reserve(peer, chunk, len(data)), data)
+        target = self.reserve(peer, chunk, len(data))
+        if target is not None:
+            copy_into(target, data)
         self.advance(peer, chunk, len(data))
 
-    def reserve(self, peer: int, chunk: Chunk, size: int) -> memoryview:
+    def reserve(self, peer: int, chunk: Chunk, size: int) -> memoryview | None:
         """Returns the memory for the ``size`` bytes of a chunk; :meth:`advance` adds it once written to.
+
+        Returns:
+            None if there is no memory for the frame, as whoever takes it is told.
 
         Raises:
             ProtocolError: if it does not continue the frame.
@@ -164,14 +174,21 @@ class Reassembler:
                     raise ProtocolError(f"more than {MAX_STREAMS} incomplete frames of worker {peer}")
                 if chunk.offset:
                     raise ProtocolError(f"the beginning of a frame of worker {peer} is missing")
-                array = self._allocate(chunk.total, Deadline.after(0.0)) if chunk.shared else ""
-                if isinstance(array, str):  # it is not to be shared, or there is no room
-                    array = self.buffers.take(chunk.total)
-                stream = self._streams[key] = _PartialFrame(array, chunk.total)
+                stream = self._streams[key] = _PartialFrame(self._memory_for(chunk), chunk.total)
             return stream.reserve(chunk, size)
-        except (ProtocolError, OSError, OverflowError, ValueError) as e:  # no memory, or an invalid size
+        except (ProtocolError, ValueError) as e:  # an invalid size
             self._streams.pop(key, None)
             raise ProtocolError(f"a chunk of worker {peer} was dropped: {e}") from e
+
+    def _memory_for(self, chunk: Chunk) -> Any:
+        if chunk.total > MAX_TOTAL_BYTES:
+            raise ProtocolError(f"a frame of {chunk.total} bytes (at most {MAX_TOTAL_BYTES})")
+        array = self._allocate(chunk.total, Deadline.after(0.0)) if chunk.shared else ""
+        try:
+            # It is not to be shared, or there is no room.
+            return self.buffers.take(chunk.total) if isinstance(array, str) else array
+        except (OSError, MemoryError):
+            return None
 
     def advance(self, peer: int, chunk: Chunk, size: int) -> None:
         """Adds a chunk that was written to the memory of :meth:`reserve`, unless the peer was forgotten."""
@@ -186,18 +203,25 @@ class Reassembler:
 
         Raises:
             ProtocolError: if a chunk is missing.
+            MemoryError: if there was no memory for a frame.
         """
         following = iter(frames)
         whole: list[Buffer] = []
         buffers: list[FrameBuffer] = []
+        missing: MemoryError | None = None
         for buffer in manifest.buffers:
             if buffer.segment or not buffer.block:
                 buffers.append(buffer)
                 if not buffer.segment:
                     whole += itertools.islice(following, 1)
                 continue
-            whole.append(self.take(peer, buffer.block, buffer.size))
+            try:
+                whole.append(self.take(peer, buffer.block, buffer.size))
+            except MemoryError as e:  # the others must be taken, too: nobody else would
+                missing = missing or e
             buffers.append(FrameBuffer(size=buffer.size))
+        if missing is not None:
+            raise missing
         return replace(manifest, buffers=tuple(buffers)), [*whole, *following]
 
     def take(self, peer: int, number: int, size: int) -> memoryview:
@@ -205,12 +229,15 @@ class Reassembler:
 
         Raises:
             ProtocolError: if a chunk is missing.
+            MemoryError: if there was no memory for it.
         """
         if not size:
             return memoryview(bytearray())
         stream = self._streams.pop((peer, number), None)
         if stream is None or not stream.received == stream.size == size:
             raise ProtocolError(f"chunks of a frame of worker {peer} are missing")
+        if stream.array is None:
+            raise no_memory(size, peer)
         return memoryview(stream.array).cast("B")
 
     def forget(self, peer: int) -> None:

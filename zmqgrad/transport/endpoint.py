@@ -32,7 +32,7 @@ import zmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.spinning import SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
-from zmqgrad.transport.base import Buffer, Handler, Inbound, OnIdle, PeerEnd
+from zmqgrad.transport.base import Buffer, Handler, Inbound, OnIdle, PeerEnd, Unreceived
 from zmqgrad.transport.data_plane import DataPlane
 from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES
 from zmqgrad.transport.links import Link, Links
@@ -266,8 +266,11 @@ class Endpoint:
                 for buffer in manifest.buffers:
                     if buffer.block and not buffer.segment:  # it was received before, in chunks
                         size += buffer.size
-                found = self._plane.find_frames(envelope.source, manifest, frames)
-                total = len(first) + sum(map(len, found))
+                try:
+                    found = self._plane.find_frames(envelope.source, manifest, frames)
+                    total = len(first) + sum(map(len, found))
+                except MemoryError as e:  # who waits for this message is to be told
+                    found = Unreceived(e)
             if envelope.type == MessageType.ARENA_OFFER:
                 self._on_offer(envelope.source, message, path)  # type: ignore[arg-type]
                 return None
@@ -278,6 +281,9 @@ class Endpoint:
                 return self.decode(whole, frames, path, accepted=True)
         except ProtocolError as e:
             self._on_malformed(first, size, path, e)
+            return None
+        except MemoryError as e:  # what it says, and who waits for it, is in what was not received
+            self.end(envelope.source, str(e))
             return None
         if isinstance(message, Chunk):
             self._count(0, -len(message.data), len(message.data))  # it is a part of a frame

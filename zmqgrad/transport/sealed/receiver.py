@@ -217,7 +217,6 @@ class ChannelReceiver:
             logger.debug("%s: record %d of %r: %s", self._name, head.sequence, cipher, verdict.name)
             return
         try:
-            target = None
             envelope, _, message = decode_all(first)
             if (envelope.source, envelope.incarnation) != (channel.peer, channel.incarnation):
                 raise ProtocolError(f"worker {channel.peer} sent a message as worker {envelope.source}")
@@ -227,10 +226,11 @@ class ChannelReceiver:
         except ProtocolError:
             incoming.receive(head.sequence, size, now)  # the sender's mistake; it would be resent forever
             raise
-        if target is not None and isinstance(message, Chunk):
-            cipher.open_into(record, 1, target)
-            self._reassembler.advance(channel.peer, message, len(target))
-            self.bytes_in += len(target)
+        if isinstance(message, Chunk):
+            if target is not None:
+                cipher.open_into(record, 1, target)
+            self._reassembler.advance(channel.peer, message, length)
+            self.bytes_in += length
         else:
             self._pass_on(first, [self._open_frame(cipher, record, i) for i in range(1, head.parts)])
         incoming.receive(head.sequence, size, now)

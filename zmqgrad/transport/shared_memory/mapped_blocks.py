@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.base import Buffer, no_memory
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
 from zmqgrad.transport.shared_memory.segment import MappedSegment
@@ -50,7 +50,11 @@ class _PeerSegment:
             raise ProtocolError(
                 f"a block of {size} bytes at {offset} is not within its segment of {self._mapped.size}"
             )
-        array = self._mapped.block(offset, size, buffer.shared)
+        try:
+            array = self._mapped.block(offset, size, buffer.shared)
+        except MemoryError:
+            self._release(block)
+            raise
         reference = self._in_use[block] = _BlockRef(array, self._on_death)
         reference.block = block
         return memoryview(array).cast("B")
@@ -58,7 +62,10 @@ class _PeerSegment:
     def _on_death(self, reference: _BlockRef) -> None:
         """Called by the collector at any line of any thread, so it only enqueues."""
         self._in_use.pop(reference.block, None)
-        self._released.append(reference.block)
+        self._release(reference.block)
+
+    def _release(self, block: int) -> None:
+        self._released.append(block)
         self._on_release()
 
     def pin(self, fork: forks.Fork) -> bool:
@@ -120,9 +127,18 @@ class MappedBlocks:
 
         Raises:
             ProtocolError: if the manifest contradicts the segments or the received ``frames``.
+            MemoryError: if there is no memory for a block.
         """
         following = iter(frames)
-        buffers = [self._open(peer, buffer, following) for buffer in manifest.buffers]
+        buffers: list[memoryview] = []
+        missing: MemoryError | None = None
+        for buffer in manifest.buffers:
+            try:
+                buffers.append(self._open(peer, buffer, following))
+            except MemoryError:  # the others are opened nevertheless, and so released when they are dropped
+                missing = missing or no_memory(buffer.size, peer)
+        if missing is not None:
+            raise missing
         if next(following, None) is not None:
             raise ProtocolError(f"the manifest refers to fewer than the {len(frames)} frames of the message")
         return [_slice(part, buffers) for part in manifest.slices]

@@ -158,12 +158,14 @@ def _array_type(size: int) -> Any:
 class MappedSegment:
     """A peer's segment, mapped here as long as it or one of its blocks is referenced.
 
+    If the system does not map so much (``ulimit -v``), its blocks are copied.
+
     Args:
         fd: its descriptor, which this closes in the end.
         size: in bytes.
 
     Raises:
-        OSError, ValueError, OverflowError: if it cannot be mapped, or may shrink.
+        OSError, ValueError, OverflowError: if it has another size, or may shrink.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -173,7 +175,12 @@ class MappedSegment:
             stat = os.fstat(fd)
             if stat.st_size != size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError(f"the memory has {stat.st_size} bytes (expected {size}), or may shrink")
-            self._map = mmap.mmap(fd, size)  # duplicates the descriptor, and keeps the lock
+            try:
+                self._map: mmap.mmap | None = mmap.mmap(fd, size)  # keeps the lock
+            except OSError as e:
+                text = "a segment of %d bytes cannot be mapped, so its blocks are copied: %s"
+                logger.warning(text, size, str(e))
+                self._map = None
         except BaseException:
             os.close(fd)
             raise
@@ -194,7 +201,10 @@ class MappedSegment:
 
         Raises:
             ValueError: if the block is not within the segment.
+            MemoryError: if there is no memory for a copy.
         """
+        if self._map is None:
+            return self._copy(offset, size)
         if not shared:
             return _array_type(size).from_buffer(self._map, offset)
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -203,5 +213,13 @@ class MappedSegment:
             own = mmap.mmap(self._descriptor, offset + size - start, flags=flags, offset=start)
         except OSError as e:  # the system allows no more mappings
             logger.debug("a block of %d bytes is copied, as it cannot be mapped: %s", size, e)
-            return _array_type(size).from_buffer_copy(self._map, offset)
+            return self._copy(offset, size)
         return _array_type(size).from_buffer(own, offset - start)
+
+    def _copy(self, offset: int, size: int) -> Any:
+        array = _array_type(size)()
+        left = memoryview(array).cast("B")
+        while left:
+            read = os.preadv(self._descriptor, [left], offset)
+            left, offset = left[read:], offset + read
+        return array
