@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import math
 import select
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -25,7 +28,9 @@ from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd, ReplyChannel
 from zmqgrad.transport.endpoint import PROCESS_ENDED, Endpoint
 from zmqgrad.transport.links import Links
 from zmqgrad.transport.local import LocalConnection
+from zmqgrad.transport.local import connection as local_connection
 from zmqgrad.transport.local.channels import ReplyChannel as Channel
+from zmqgrad.transport.local.channels import channel_endpoint
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.security import ZapAuthenticator, load_keys
 from zmqgrad.transport.sockets import DISCONNECTED, SocketEvent
@@ -627,3 +632,29 @@ def test_the_authenticator_is_not_closed_while_it_is_read(monkeypatch: pytest.Mo
     assert closed.is_set()
     service.close()
     assert service.join(Deadline.after(20)) == []
+
+
+def test_no_send_waits_for_a_receiver_that_accepts_no_connection(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped, to which many connect. Each send waited until its attempt to continue by
+    another connection had failed, for 5 s.
+    """
+    monkeypatch.setattr(local_connection, "SEND_BUFFER_BYTES", 1)
+    a, b = office.open(0), office.open(1, start=False)
+    a.mailbox.send(1, Hello("x"), 0)
+    with ExitStack() as others:
+        name = local.unix_name(channel_endpoint(b.mailbox.endpoints[0]))
+        error = 0
+        while not error:
+            other = others.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            other.setblocking(False)
+            error = other.connect_ex(name)
+        assert error == errno.EAGAIN
+        connection, sent, began = connection_of(a, 1), 1, time.monotonic()
+        while connection.backlog() < 3:
+            a.mailbox.send(1, Hello("x"), sent)
+            sent += 1
+        assert time.monotonic() - began < local_connection.CONNECT_SECONDS
+    b.mailbox.start(b.arrived.put, office.resolve)
+    assert [inbound.envelope.message_id for inbound in b.take(sent)] == list(range(sent))

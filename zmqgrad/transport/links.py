@@ -272,6 +272,7 @@ class Links:
                 self._local_key,
                 self._on_backlog,
                 eager=not number,
+                waits=not (number or continued),  # else there is another way, and nobody must wait meanwhile
             )
         except OSError as e:
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):

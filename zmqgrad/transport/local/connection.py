@@ -122,6 +122,7 @@ def connect(
     on_backlog: Callable[[LocalConnection], None],
     *,
     eager: bool = False,
+    waits: bool = True,
 ) -> LocalConnection:
     """Connects to the listener at ``endpoint``.
 
@@ -132,14 +133,15 @@ def connect(
         on_backlog: see :class:`LocalConnection`.
         eager: send packets before the listener has accepted the connection, if it is certainly the process
             that ``endpoint`` names; otherwise they wait here.
+        waits: for as long as CONNECT_SECONDS, if too many connections wait to be accepted there.
 
     Raises:
-        BlockingIOError: if too many connections wait to be accepted there for CONNECT_SECONDS.
+        BlockingIOError: if they still do.
         OSError: if no process of our user listens there.
     """
     first = handshake.proven(key, endpoint, hello)
     deadline = Deadline.after(CONNECT_SECONDS)
-    while (opened := _open(endpoint, first)) is None:  # the listener had too many connections without a hello
+    while (opened := _open(endpoint, first, waits)) is None:  # the listener had too many without a hello
         if deadline.passed():
             raise BlockingIOError(errno.EAGAIN, f"too many processes connect to {endpoint}")
     # The kernel reports 0 for a process of another namespace.
@@ -148,13 +150,14 @@ def connect(
     return LocalConnection(opened, on_backlog, expected=expected, eager=eager, number=hello.number)
 
 
-def _open(endpoint: str, first: bytes) -> socket.socket | None:
+def _open(endpoint: str, first: bytes, waits: bool) -> socket.socket | None:
     """Returns a connection that has begun with the packet ``first``; None if it was closed before that."""
     opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         # Waits while too many others wait to be accepted: a non-blocking socket would have to try again.
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", CONNECT_SECONDS, 0))
+        opened.setblocking(waits)
         opened.connect(unix_name(endpoint))
         opened.setblocking(False)
         if not is_same_user(opened):
