@@ -34,7 +34,8 @@ from zmqgrad.wire.tensors.torch_internals import function_modes
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""How long after an error could not be sent it is tried again: no event tells that there is a descriptor."""
+"""How long after an error could not be sent it is tried again: no event tells that there is a descriptor. Nor
+does one tell that the store replies again, which has to say who the sender of a request is."""
 
 is_grad_enabled = torch.is_grad_enabled
 
@@ -162,7 +163,12 @@ class Server:
         envelope, failed = inbound.envelope, False
         record = self._membership.find_known(envelope.source)
         if (record is None or record.incarnation != envelope.incarnation) and not self._is_member(envelope):
-            self._refuse_stranger(inbound, request)
+            if self._membership.is_current() or envelope.source in self._lost:
+                self._refuse_stranger(inbound, request)
+            elif request is not None and request.is_over():
+                self.in_flight.end(request)  # nobody waits for it
+            else:
+                self._serve_later(handler, inbound, request)
             return
         tracer = self._hooks.tracer
         if tracer is not None:
@@ -195,6 +201,23 @@ class Server:
         except RpcError as e:
             logger.debug("%s does not know the sender of a request: %s", self._worker.name, e)
             return False
+
+    def _serve_later(
+        self, handler: RequestHandler, inbound: Inbound, request: InFlightRequest | None
+    ) -> None:
+        """Serve a request once the store, which does not reply just now, can say who has sent it."""
+        self.repeats.warning(
+            f"{self._worker.name} serves {type(inbound.message).__name__} later: the store, which has to say "
+            f"who worker {inbound.envelope.source} is, does not reply"
+        )
+        task = partial(self._serve, handler, inbound, request)
+        self._worker.timer.call_later(RETRY_SECONDS, partial(self._submit_again, task))
+
+    def _submit_again(self, task: Task) -> None:
+        try:
+            self._worker.submit(task)
+        except ClosedError:
+            logger.debug("%s is closed: what it would have done later is dropped", self._worker.name)
 
     def _refuse_stranger(self, inbound: Inbound, request: InFlightRequest | None) -> None:
         """Drop a request unread whose sender is not the member of the group that it claims to be."""
@@ -287,13 +310,8 @@ class Server:
         except (TransportError, RpcError) as e:
             self.repeats.warning(f"{own} cannot send {show_exception(error)} to worker {source}: {e}")
             if type(e) is TransportError:  # such as no free descriptor: the call would never end
-                self._worker.timer.call_later(RETRY_SECONDS, partial(self._reply_again, inbound, error))
-
-    def _reply_again(self, inbound: Inbound, error: BaseException) -> None:
-        try:
-            self._worker.submit(partial(self.reply_error, inbound, error))
-        except ClosedError:
-            logger.debug("%s is closed: the caller does not get %r", self._worker.name, type(error))
+                again = partial(self.reply_error, inbound, error)
+                self._worker.timer.call_later(RETRY_SECONDS, partial(self._submit_again, again))
 
     def _send_error(self, inbound: Inbound, error: BaseException) -> None:
         envelope = inbound.envelope

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
@@ -23,10 +23,11 @@ from zmqgrad.errors import (
     RendezvousError,
     RpcError,
     RpcTimeoutError,
+    StoreTimeoutError,
     UnknownWorkerError,
 )
 from zmqgrad.rpc.current import current_worker, reset_current_worker, set_current_worker
-from zmqgrad.rpc.membership import registry
+from zmqgrad.rpc.membership import dynamic, registry
 from zmqgrad.rpc.membership.dynamic import LEFT, DynamicGroup
 from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.membership.registry import Registry, allocate_id
@@ -326,6 +327,34 @@ def test_a_worker_out_of_reach_of_one_is_not_struck_off_for_others(town: Town) -
         pytest.raises(PeerLostError, match="a has declared worker 1 lost: its host is out of"),
     ):
         rpc.rpc_sync("a", where)
+
+
+def test_a_call_of_a_member_that_the_store_cannot_confirm_is_served_later(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notice of its join is late, and the store does not reply. Such calls were dropped: their callers
+    waited until the timeout, or for ever.
+    """
+    monkeypatch.setattr(dynamic, "STORE_RETRY_SECONDS", 0.1)
+    a = town.join("a")
+    read, asked, replies = a._registry.read, threading.Event(), threading.Event()
+
+    def read_if_it_replies(known: Iterable[int]) -> tuple[set[int], list[WorkerRecord]]:
+        asked.set()
+        if not replies.is_set():
+            raise StoreTimeoutError("the store does not reply")
+        return read(known)
+
+    monkeypatch.setattr(a._registry, "read", read_if_it_replies)
+    monkeypatch.setattr(a, "_on_joined", lambda record: None)
+    b = town.join("b")
+    with acting(b):
+        call = rpc.rpc_async("a", where, timeout=0)
+        assert asked.wait(WAIT)
+        eventually(lambda: a.worker.pool.busy(), lambda busy: not busy)
+        assert not call.done()
+        replies.set()
+        assert rpc.wait_all([call], timeout=WAIT) == ["a"]
 
 
 def test_losing_an_unknown_worker(town: Town) -> None:

@@ -70,6 +70,7 @@ class DynamicGroup(Group):
             self.store.set_timeout(max(1.0, deadline.left()))  # also if this process is stopped meanwhile
             self.worker.hooks.peer_lost.append(lambda peer, _: self._evict_later(peer))
             self.worker.membership.update_from_store = self._update_from_store
+            self.worker.membership.is_current = lambda: self._retry_store.passed()
             self.worker.start(serving=False)  # before it is published, so that no call is refused
             self._registry.watch(self._on_change)
             self._suspicions.watch()

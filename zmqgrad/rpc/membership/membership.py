@@ -27,12 +27,14 @@ class Membership:
         update_from_store: in a dynamic group, reads the members from the store, for workers that are unknown
             here. Called with a limit in seconds (None: no limit); returns False if the store did not reply in
             time.
+        is_current: whether the store has replied when it was last queried for such workers.
     """
 
     def __init__(self, own: WorkerRecord, world_size: int) -> None:
         self.own = own
         self.world_size = world_size
         self.update_from_store: Callable[[float | None], bool] | None = None
+        self.is_current: Callable[[], bool] = lambda: True
         self._lock = threading.Lock()  # guards all below
         self._changed = threading.Condition(self._lock)
         self._by_id: dict[int, WorkerRecord] = {own.id: own}
