@@ -16,13 +16,20 @@ import torch
 
 from tests.support.waiting import eventually
 from zmqgrad import rpc
-from zmqgrad.errors import PayloadError, PeerLostError, RpcError, RpcTimeoutError, RRefError
+from zmqgrad.errors import (
+    PayloadError,
+    PeerLostError,
+    RpcError,
+    RpcTimeoutError,
+    RRefError,
+    TransportError,
+)
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref import table
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.testing import Cluster, cluster
-from zmqgrad.wire.messages import MessageType
+from zmqgrad.wire.messages import Message, MessageType
 
 CONTROL = (
     MessageType.RREF_USER_DELETE,
@@ -470,3 +477,34 @@ def test_two_threads_may_notify_owners_at_once(trio: Cluster) -> None:
     references._released = Contended(references._released, references.flush_releases)
     references.flush_releases()
     assert not references.busy()
+
+
+@pytest.mark.parametrize("kind", CONTROL)
+def test_a_control_message_that_cannot_be_sent_now_is_sent_later(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch, kind: MessageType
+) -> None:
+    """For it there was no descriptor. References that it was about stayed for ever."""
+    monkeypatch.setattr(table, "RETRY_SECONDS", 0.01)
+    refused: list[MessageType] = []
+
+    def refuse_once(send: Callable[..., None]) -> Callable[..., None]:
+        def send_or_refuse(peer: int, message: Message, *rest: Any, **named: Any) -> None:
+            if kind == message.TYPE and len(refused) < 2:
+                refused.append(kind)
+                raise TransportError("Too many open files")
+            send(peer, message, *rest, **named)
+
+        return send_or_refuse
+
+    for worker in trio.workers:
+        monkeypatch.setattr(worker.mailbox, "send", refuse_once(worker.mailbox.send))
+    made = rpc.remote(1, Value, args=("content",))
+    assert rpc.rpc_sync(2, content_of, args=(made,)) == "content"
+    del made
+    assert_nothing_left(trio)
+    assert refused == [kind, kind]
+
+
+def content_of(reference: Any) -> Any:
+    """Runs on a worker that is neither the owner nor the one that has the reference."""
+    return reference.rpc_sync().get()

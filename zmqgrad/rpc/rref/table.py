@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from zmqgrad.errors import (
+    ClosedError,
     NotInitializedError,
     PeerLostError,
     RpcError,
@@ -59,6 +60,11 @@ FLUSH_SECONDS = 0.02
 ORPHAN_GRACE_SECONDS = 30.0
 """How long the forks of a lost worker stay registered, and those that were sent to it. References that it
 passed on may still be about to be registered, which is requested as soon as the reference is unpickled."""
+
+
+RETRY_SECONDS = 1.0
+"""How long after a message could not be sent, though its receiver lives, it is sent again: nothing tells that
+there is a descriptor."""
 
 
 class ReferenceTable:
@@ -282,19 +288,38 @@ class ReferenceTable:
         message = inbound.message
         assert isinstance(message, RRefForkRequest)
         self._owned.note(message.rref_id, message.fork_id, inbound.envelope.source)
-        self._reply(inbound, RRefAck())
+        self._acknowledge(inbound)
 
     def _on_child_accept(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefChildAccept)
         self._carry_out(self._locked(lambda: self._user.child_accepted(message.fork_id)))
-        self._reply(inbound, RRefAck())
+        self._acknowledge(inbound)
 
     def _on_user_delete(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefUserDelete)
         self._carry_out(self._owned.delete(message.forks))
-        self._reply(inbound, RRefAck())  # last: it fails if the user was lost meanwhile
+        self._acknowledge(inbound)  # last: it fails if the user was lost meanwhile
+
+    def _acknowledge(self, inbound: Inbound) -> None:
+        try:
+            self._reply(inbound, RRefAck())
+        except TransportError as e:
+            if type(e) is not TransportError:
+                raise
+            self._retry(partial(self._acknowledge, inbound), e)
+
+    def _retry(self, send: Callable[[], None], error: TransportError) -> None:
+        """Send a message again later for which there was, for example, no descriptor. Both workers live."""
+        logger.debug("%s: tries again in %g s: %s", self._worker.name, RETRY_SECONDS, error)
+        self._worker.timer.call_later(RETRY_SECONDS, partial(self._submit, send))
+
+    def _submit(self, send: Callable[[], None]) -> None:
+        try:
+            self._worker.submit(send)
+        except ClosedError:
+            logger.debug("%s is closed: its references end with it", self._worker.name)
 
     def peer_lost(self, peer: int) -> None:
         """Drop the references to values of a lost peer; drop its forks after the grace time."""
@@ -355,6 +380,9 @@ class ReferenceTable:
             else:
                 self._request(peer, message, description=type(message).__name__, on_done=on_done)
         except (TransportError, NotInitializedError, PeerLostError, UnknownWorkerError) as e:
+            if type(e) is TransportError:
+                self._retry(partial(self._send, peer, message, on_ack), e)
+                return
             logger.debug("%s: cannot send %s to worker %d: %s", self._worker.name, message, peer, e)
 
     def _deleted(self, forks: list[tuple[int, int]]) -> None:
