@@ -146,9 +146,64 @@ def fail_with_own(kind: type[OwnError] | type[CodedError]) -> None:
     raise OwnError(1, "two") if kind is OwnError else CodedError(code=3)
 
 
+class Answer(Exception):
+    """Looks up its attributes in what it holds, and raises the wrong error if there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return {}[name]
+
+
+class Frozen(ValueError):
+    """Nothing can be set."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TypeError(f"{name} cannot be set")
+
+
+class Fixed(ValueError):
+    """Always has the same arguments."""
+
+    @property
+    def args(self) -> Any:  # type: ignore[override]
+        return ("fixed",)
+
+
+class Selective(ValueError):
+    """Shows what it holds, which cannot travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"holds {type(self.lock).__name__}"
+
+
 def fail_with_locked() -> None:
-    """Cannot be rebuilt."""
+    """Holds it as an attribute."""
     raise LockedError
+
+
+def fail_with_lock() -> None:
+    """Holds it as an argument."""
+    raise LookupError("locked:", threading.Lock())
+
+
+def fail_with_rref() -> None:
+    """Holds what travels in calls and results only."""
+    raise LookupError(rpc.RRef(1))
+
+
+def fail_with_file() -> None:
+    """Its class is pickled in a way of its own, with what it holds."""
+    error = FileNotFoundError(2, "nothing there")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    raise error
+
+
+def fail_with_selective() -> None:
+    """Cannot be shown without what it holds."""
+    raise Selective
 
 
 def fail_unprintably() -> None:
@@ -213,10 +268,44 @@ def test_an_exception_that_holds_too_much_keeps_its_type(pair: Cluster, kind: ty
     assert vars(caught.value) == {}
 
 
-@pytest.mark.parametrize("function", [fail_with_locked, fail_with_baggage])
-def test_an_exception_that_cannot_be_rebuilt_is_a_remote_error(pair: Cluster, function: Any) -> None:
-    with pytest.raises(RemoteError, match=f"in {function.__name__}"):
-        rpc.rpc_sync(1, function)
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (fail_with_locked, LockedError),
+        (fail_with_baggage, ValueError),
+        (fail_with_lock, LookupError),
+        (fail_with_rref, LookupError),
+        (fail_with_file, FileNotFoundError),
+    ],
+)
+def test_an_exception_keeps_its_type_without_what_cannot_be_sent(
+    pair: Cluster, function: Any, kind: type[Exception]
+) -> None:
+    future = rpc.rpc_async(1, function)
+    for ask in (lambda: rpc.rpc_sync(1, function), future.wait, rpc.remote(1, function).to_here):
+        with pytest.raises(kind, match=f"in {function.__name__}"):
+            ask()
+
+
+@pytest.mark.parametrize("kind", [Answer, Frozen, Fixed])
+def test_an_exception_whose_attributes_fail_is_raised_all_the_same(
+    pair: Cluster, kind: type[Exception]
+) -> None:
+    future = rpc.rpc_async(1, fail, args=(kind("so"),))
+    made = rpc.remote(1, fail, args=(kind("so"),))
+    for ask in (lambda: rpc.rpc_sync(1, fail, args=(kind("so"),)), future.wait, future.wait, made.to_here):
+        raised, told = None, ""
+        try:
+            ask()
+        except Exception as e:  # not by pytest, which asks it for more
+            raised, told = type(e), f"{BaseException.__str__(e)}\n{e.__cause__}"
+        assert raised is kind
+        assert "in fail" in told
+
+
+def test_an_exception_that_cannot_be_rebuilt_is_a_remote_error(pair: Cluster) -> None:
+    with pytest.raises(RemoteError, match="in fail_with_selective"):
+        rpc.rpc_sync(1, fail_with_selective)
 
 
 def test_an_exception_without_a_text_keeps_its_type(pair: Cluster) -> None:

@@ -413,7 +413,15 @@ class Untold(Exception):
         raise ValueError
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, Untold])
+class Noted(RuntimeError):
+    """An error whose notes are none."""
+
+    def __init__(self) -> None:
+        super().__init__("when running the callback: Noted")
+        self.__notes__ = 5  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, Untold, Noted])
 def test_a_chain_ends_however_its_callback_fails(trio: Cluster, error: type[BaseException]) -> None:
     def exits(_: object) -> None:
         raise error

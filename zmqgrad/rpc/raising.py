@@ -19,6 +19,20 @@ logger = logging.getLogger(__name__)
 MAX_CAUSES = 8
 """Length of the chain of causes that is copied: some chains are endless."""
 
+_ARGS, _CAUSE, _SUPPRESS = (
+    vars(BaseException)[name] for name in ("args", "__cause__", "__suppress_context__")
+)  # by which they can be set whatever ``__setattr__`` or properties the class of an error has
+
+
+def set_args(error: BaseException, args: tuple[Any, ...]) -> None:
+    """Set the arguments of ``error``, whose class may be frozen."""
+    _ARGS.__set__(error, args)
+
+
+def set_cause(error: BaseException, cause: BaseException | None) -> None:
+    """Set the cause of ``error``, whose class may be frozen."""
+    _CAUSE.__set__(error, cause)
+
 
 class PickledException:
     """Pickles an exception as class, ``args`` and attributes, to be rebuilt without calling ``__init__``.
@@ -40,7 +54,7 @@ class PickledException:
 
 
 class StrippedException(PickledException):
-    """Pickles an exception without its arguments and attributes, which are too large to send."""
+    """Pickles an exception without its arguments and attributes: too large, or nothing that can be sent."""
 
     def __init__(self, error: BaseException) -> None:
         self._kind, self._args, self._state = type(error), ("",), {}
@@ -48,7 +62,7 @@ class StrippedException(PickledException):
 
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
     error = kind.__new__(kind, *args)
-    error.args = args
+    set_args(error, args)
     vars(error).update(state)
     return error
 
@@ -62,10 +76,10 @@ def copy_exception(error: BaseException, causes: int = MAX_CAUSES) -> Any:
     copied = _copy(error)
     if type(copied) is not type(error):
         return error
-    copied.args = error.args  # __init__ may have built a text from its argument, now for the second time
+    set_args(copied, _ARGS.__get__(error))  # __init__ may have built a text, now for the second time
     cause = error.__cause__
-    copied.__cause__ = None if cause is None or not causes else copy_exception(cause, causes - 1)
-    copied.__suppress_context__ = error.__suppress_context__
+    set_cause(copied, None if cause is None or not causes else copy_exception(cause, causes - 1))
+    _SUPPRESS.__set__(copied, error.__suppress_context__)
     return copied
 
 
@@ -92,7 +106,9 @@ def error_of_callback(error: BaseException) -> RuntimeError:
         converted = RuntimeError(f"{prefix}: {type(error).__name__}: {_text(error)}")
         converted.__cause__ = error
     trace = "".join(traceback.format_tb(error.__traceback__)[1:])
-    vars(converted)["__notes__"] = [*getattr(converted, "__notes__", ()), f"Raised in a callback:\n{trace}"]
+    notes = vars(converted).get("__notes__")  # of the program: it may be anything
+    kept = notes if isinstance(notes, list) else []
+    vars(converted)["__notes__"] = [*kept, f"Raised in a callback:\n{trace}"]
     return converted
 
 

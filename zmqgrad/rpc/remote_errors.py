@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from zmqgrad.errors import RemoteError
-from zmqgrad.rpc.raising import PickledException, StrippedException
+from zmqgrad.rpc.raising import PickledException, StrippedException, set_args, set_cause
 from zmqgrad.rpc.serialization.pickler import dumps
 from zmqgrad.wire.messages import MAX_TEXT, ExceptionReply
 
@@ -42,11 +42,22 @@ def describe_exception(error: BaseException, worker: str, same_program: bool = F
         worker: where the exception was raised, for its text.
         same_program: the requester runs the same ``__main__``, so its classes are sent by name.
     """
-    trace = "".join(traceback.format_exception(type(error), error, _from_user_code(error)))
+    trace = _show_trace(error)
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return ExceptionReply(
         worker, shorten(kind), shorten(show_exception(error)), shorten(trace), _pickle(error, same_program)
     )
+
+
+def _show_trace(error: BaseException) -> str:
+    """The traceback of an exception, with those of its causes if its class allows that. Never fails."""
+    shown = _from_user_code(error)
+    try:
+        return "".join(traceback.format_exception(type(error), error, shown))
+    except BaseException as e:  # a ``__getattr__`` of the program, which is asked for ``__notes__``
+        logger.debug("a traceback cannot be shown whole: %s", type(e).__name__)
+        head = "Traceback (most recent call last):\n"
+        return f"{head}{''.join(traceback.format_tb(shown))}{show_exception(error)}\n"
 
 
 def _from_user_code(error: BaseException) -> types.TracebackType | None:
@@ -68,18 +79,19 @@ def show_exception(error: BaseException) -> str:
 
 
 def _pickle(error: BaseException, same_program: bool) -> bytes:
-    """Pickle ``error`` in the first form that can be read back; empty if there is none."""
-    reproducible = PickledException.fits(error)
-    for form in (error, PickledException(error)) if reproducible else (error,):
+    """Pickle ``error`` in the first form that can be read back, and is not too large; empty if none is."""
+    forms = (PickledException, StrippedException) if PickledException.fits(error) else (StrippedException,)
+    for form in (lambda whole: whole, *forms):
         try:
-            data = dumps(form, same_program)
-            pickle.loads(data)  # fails for an exception with required arguments, which pickles well
+            data = dumps(form(error), same_program)
+            read = pickle.loads(data)  # fails for an exception with required arguments, which pickles well
+            if form is StrippedException:
+                str(read)  # it may be made of attributes that are not sent
         except BaseException as e:  # as above
-            logger.debug("cannot send %s as %r: %s", type(error).__qualname__, form, e)
+            logger.debug("cannot send %s in every form: %s", type(error).__qualname__, type(e).__name__)
             continue
         if len(data) <= MAX_PICKLE_BYTES:
             return data
-        return dumps(StrippedException(error), same_program) if reproducible else b""
     return b""
 
 
@@ -97,9 +109,9 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
         return ScriptError(text)
     has_text = all(isinstance(a, str) for a in error.args) and len(error.args) <= 1
     if has_text and not isinstance(error, KeyError):  # its argument is a key, shown by repr
-        error.args = (text,)
+        set_args(error, (text,))
     # For exceptions whose text is not their only argument.
-    error.__cause__ = None if text in _text_of(error) else RemoteError(text)
+    set_cause(error, None if text in _text_of(error) else RemoteError(text))
     return error
 
 
