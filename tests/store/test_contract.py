@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import inspect
 import secrets
 import threading
@@ -459,6 +460,32 @@ def test_prefixed_views_share_only_the_underlying_store() -> None:
         assert PrefixStore("k", PrefixStore("one", store)).list_keys() == []
         assert one.num_keys() == 2, "as torch's: of the store beneath"
         assert one.underlying_store is store
+
+
+def _close(store: HashStore) -> None:
+    store.close()
+
+
+def _interrupt(store: HashStore) -> None:
+    _thread.interrupt_main()
+
+
+@pytest.mark.parametrize("end", [_close, _interrupt])
+def test_a_pop_that_ends_without_an_item_takes_none_later(end: Callable[[HashStore], None]) -> None:
+    with HashStore(PATIENCE) as store, store.clone() as clone:
+
+        def end_the_pop() -> None:
+            until_parked(store, 1)
+            end(clone)
+
+        thread = threading.Thread(target=end_the_pop)
+        thread.start()
+        with pytest.raises((StoreError, KeyboardInterrupt)):
+            clone.queue_pop("q")
+        thread.join(PATIENCE)
+        until_parked(store, 0)
+        store.queue_push("q", "item")
+        assert store.queue_pop("q", block=False) == b"item"
 
 
 def test_a_prefix_store_closes_only_an_owned_store() -> None:

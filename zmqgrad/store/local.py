@@ -26,7 +26,7 @@ class Table:
         self.lock = threading.Lock()  # guards all of this
         self.state = State()
         self.registries: dict[WatchRegistry, None] = {}
-        """Watch registries of the open stores; the machine closes with the last."""
+        """Watch registries of the open stores."""
 
     def carry_out(self, effects: list[Effect]) -> None:
         """Deliver replies and notifications. Called with the lock held."""
@@ -42,9 +42,8 @@ class Table:
         with self.lock:
             self.registries.pop(registry, None)
             for promise in waiting:
+                self.state.cancel(promise)  # otherwise it would take the next item from the clones
                 promise.set_result(StoreRefused(Refusal.CLOSING, "the store is closing"))
-            if not self.registries:
-                self.state.close()
         registry.close()
 
 
@@ -91,8 +90,10 @@ class HashStore(Store):
             while not promise.wait_done(deadline.timeout()):
                 with table.lock:
                     table.carry_out(table.state.expire(MONOTONIC.now()))
-        except BaseException as e:  # such as Ctrl-C: a later reply is dropped
-            promise.set_exception(e)
+        except BaseException as e:  # such as Ctrl-C: it must not take the next item of a queue
+            with table.lock:
+                table.state.cancel(promise)
+                promise.set_exception(e)
             raise
         finally:
             with table.lock:
