@@ -101,6 +101,8 @@ def test_keys_do_not_command_the_terminal(ask: Ask, store: TCPStore, monkeypatch
 def test_missing_keys(ask: Ask, store: TCPStore) -> None:
     store.set("k", "1")
     assert ask("get", "nope") == (3, "", "zmqgrad store get: no such key: 'nope'\n")
+    store.queue_push("q", "1")
+    assert ask("get", "q") == (3, "", "zmqgrad store get: no such key: 'q'\n")
     assert ask("wait", "k") == (0, "", "")
     assert ask("wait", "k", "x", "y", "--timeout", "0.01") == (
         3,

@@ -199,6 +199,24 @@ def test_queues(store: Store) -> None:
         store.queue_pop("q", block=False)
 
 
+def test_a_queue_is_no_value_to_be_cached(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:
+    store.queue_push("q", "item")
+    store.set_timeout(0.2)
+    outcome = in_thread(store.get_cached, "q")
+    assert outcome.wait_done(3 * PATIENCE)
+    with pytest.raises(StoreTimeoutError):
+        outcome.result()
+
+
+def test_a_wait_that_fails_names_what_is_missing(store: Store) -> None:
+    store.queue_push("q", "item")
+    with pytest.raises(StoreTimeoutError) as failed:
+        store.wait(["q", "gone"], 0.1)
+    missing = str(failed.value).partition("missing: ")[2]
+    assert "gone'" in missing
+    assert "q'" not in missing
+
+
 def test_a_queue_exists_for_check_and_wait_while_it_holds_something(
     store: Store, in_thread: Callable[..., Promise[Any]]
 ) -> None:

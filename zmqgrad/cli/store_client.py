@@ -22,6 +22,7 @@ from zmqgrad import environment
 from zmqgrad.cli.parser import discard_output
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.store.addresses import connecting_address
+from zmqgrad.store.arguments import as_key
 from zmqgrad.store.base import Store
 from zmqgrad.store.client import TCPStore
 from zmqgrad.transport.heartbeat.failure_detector import is_reachable
@@ -178,9 +179,10 @@ def _missing(name: str, keys: list[str]) -> int:
 
 
 def _get(store: Store, arguments: argparse.Namespace) -> int:
-    if not store.check([arguments.key]):
+    key = as_key(arguments.key)
+    if key not in store.list_keys(key):  # which check() would also say of a queue
         return _missing("get", [arguments.key])
-    value = store.get(arguments.key)
+    value = store.get(key)
     if arguments.raw:
         sys.stdout.buffer.write(value)
         return 0

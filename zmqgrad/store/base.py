@@ -322,8 +322,8 @@ class Store(ABC):
             self._watch(key, IGNORE_EVENTS)
             value = registry.cached_value(key)
         while value is None:
-            # The result of get() could be newer than the next cached value, so wait for the cache itself.
-            self.wait([key])
+            # Its result could be newer than the next cached value, so take that from the cache itself.
+            self.get(key)
             registry.refresh(key)
             value = registry.cached_value(key)
         return value

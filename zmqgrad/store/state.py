@@ -186,7 +186,7 @@ class State:
         values, keys = self.values, blocked.keys
         if not blocked.next and all(map(values.__contains__, keys)):  # as nearly always
             return None
-        queues = self.queues if type(blocked.query) is StoreWait else _NO_QUEUES
+        queues = self._queues_for(blocked.query)
         # Keys before `next` existed at the last check, but may have been deleted since (S2).
         for indices in (range(blocked.next, len(keys)), range(blocked.next)):
             for i in indices:
@@ -194,6 +194,10 @@ class State:
                     blocked.next = i
                     return keys[i]
         return None
+
+    def _queues_for(self, query: Message) -> Queues:
+        """The queues that exist for ``query`` as keys do."""
+        return self.queues if type(query) is StoreWait else _NO_QUEUES
 
     def _result(self, query: Message) -> Message:
         """The reply to a query all of whose keys exist."""
@@ -214,6 +218,7 @@ class State:
     def _describe_missing(self, blocked: BlockedQuery) -> str:
         if isinstance(blocked.query, StoreQueuePop):
             return f"the queue {show_key(blocked.query.key)} stayed empty"
-        missing = list(dict.fromkeys(key for key in blocked.keys if key not in self.values))
+        values, queues = self.values, self._queues_for(blocked.query)
+        missing = [key for key in dict.fromkeys(blocked.keys) if key not in values and key not in queues]
         shown = ", ".join(map(show_key, missing[:5]))
         return f"missing: {shown}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
