@@ -353,6 +353,39 @@ def test_the_last_of_world_size_removes_the_file(path: str) -> None:
     assert not os.path.exists(f"{path}-journal")
 
 
+def test_a_relative_path_names_one_file_wherever_the_program_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with FileStore("here", 1) as store:
+        store.set("k", "1")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert store.get("k") == b"1"
+        with store.clone() as clone:
+            assert clone.get("k") == b"1"
+    assert [each.name for each in tmp_path.rglob("*")] == ["elsewhere"]
+
+
+def test_a_relative_path_in_a_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(StoreError, match="cannot open 'here'"):
+        FileStore("here")
+
+
+def test_no_name_stands_for_the_memory_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with FileStore(":memory:", 1) as store, FileStore(":memory:") as other:
+        store.set("k", "1")
+        assert other.get("k") == b"1"
+
+
 def test_the_file_is_removed_only_on_request(path: str) -> None:
     FileStore(path).close()
     assert os.path.exists(path)

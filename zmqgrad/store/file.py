@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from pathlib import Path
 
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
@@ -14,7 +13,7 @@ from zmqgrad.store.base import Store
 from zmqgrad.store.events import EventHandler
 from zmqgrad.store.file_connection import FileConnection
 from zmqgrad.store.finalizer import Finalizer
-from zmqgrad.store.sqlite import check_file_system
+from zmqgrad.store.sqlite import absolute, check_file_system
 from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
 from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
@@ -56,9 +55,10 @@ class FileStore(Store):
         super().__init__(timeout)
         self._path = _as_path(file_name)
         world_size = operator.index(world_size)
-        check_file_system(Path(self._path), allow_network_file_system)
+        place = absolute(self._path)
+        check_file_system(place, allow_network_file_system)
         self._allow_network = allow_network_file_system
-        self._connection = FileConnection(f"file-store-{next(_numbers)}", Path(self._path), world_size)
+        self._connection = FileConnection(f"file-store-{next(_numbers)}", place, world_size)
         self._registry = WatchRegistry(self._connection.name, weak(self._register))
         self._connection.watches = self._registry
         self._finalizer = Finalizer(self, self._connection.close)
@@ -88,7 +88,8 @@ class FileStore(Store):
         return {"parked": self._connection.blocked}
 
     def clone(self) -> FileStore:
-        return FileStore(self._path, timeout=self._timeout, allow_network_file_system=self._allow_network)
+        place = str(self._connection.path)
+        return FileStore(place, timeout=self._timeout, allow_network_file_system=self._allow_network)
 
     def close(self) -> None:
         """Close the file, and remove it if this is the last of ``world_size`` stores. Idempotent."""

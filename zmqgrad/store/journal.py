@@ -10,14 +10,13 @@ import errno
 import os
 import sqlite3
 from collections import deque
-from pathlib import Path
 
 import msgspec
 
 from zmqgrad.errors import JournalError, ProtocolError, StoreError
 from zmqgrad.store.contents import Contents, Item
 from zmqgrad.store.reply_cache import ReplyCache
-from zmqgrad.store.sqlite import DAMAGE_ERRORS, checked, connect, is_busy
+from zmqgrad.store.sqlite import DAMAGE_ERRORS, absolute, checked, connect, is_busy
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
 
@@ -50,8 +49,8 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, sync: bool = False) -> None:
-        self.path = Path(path)
         try:
+            self.path = absolute(path)
             self._db = connect(self.path, KIND, SCHEMA, VERSION)
             try:
                 self._db.execute("PRAGMA locking_mode = EXCLUSIVE")

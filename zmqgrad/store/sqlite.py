@@ -40,6 +40,18 @@ _FOREIGN = (
 )
 
 
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """``path`` wherever the program goes, and never a name that SQLite reserves, such as ``:memory:``.
+
+    Raises:
+        StoreError: if it is relative, and the current directory was removed.
+    """
+    try:
+        return Path(path).absolute()
+    except OSError as e:
+        raise StoreError(f"cannot open {path!r} in the current directory: {e.strerror or e}") from e
+
+
 def connect(path: Path, kind: str, schema: str, version: int) -> sqlite3.Connection:
     """A connection to the SQLite file ``path``, in autocommit mode; the file is created if missing.
 
