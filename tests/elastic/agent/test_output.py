@@ -173,8 +173,8 @@ def test_output_of_a_worker_that_was_removed_meanwhile_is_not_read() -> None:
 class Written(ScriptWorker):
     """A worker without a process, whose output the test writes."""
 
-    def __init__(self, rank: int) -> None:
-        Worker.__init__(self, rank, [Stream(2, b"", None, None)])
+    def __init__(self, rank: int, stream: Stream | None = None) -> None:
+        Worker.__init__(self, rank, [stream or Stream(2, b"", None, None)])
 
     def write(self, text: str) -> None:
         os.write(self.streams[0].child_end(), text.encode())
@@ -210,3 +210,28 @@ def test_a_loss_is_shown_behind_its_cause_though_it_was_read_before() -> None:
     listener.close()
     for worker in workers:
         worker.close()
+
+
+class Endless(Stream):
+    """A process that has left the session of its worker writes to it faster than it is read."""
+
+    def read(self) -> bytes:
+        self.reads = getattr(self, "reads", 0) + 1
+        assert self.reads < 10_000, "read without end"
+        return b"zmqgrad.errors.PeerLostError: w0 (worker 0) is gone\n" * 1000
+
+
+@pytest.mark.parametrize("call", ["show", "remove"])
+def test_output_without_end_does_not_keep_the_agent(call: str) -> None:
+    shown = bytearray()
+    listener = Listener(Screen(lambda fd, data: shown.extend(data)))
+    worker = Written(0, Endless(2, b"", None, None))
+    listener.add(worker)
+    worker.write("x")
+    if call == "show":
+        listener.show(listener.ready(20))
+    else:
+        listener.remove(worker)
+    assert b"PeerLostError" in shown
+    listener.close()
+    worker.close()

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from zmqgrad.elastic.agent.consequences import may_tell_of_loss
 from zmqgrad.elastic.agent.output import Screen
-from zmqgrad.elastic.agent.streams import DISK_FULL, STDERR, Stream
+from zmqgrad.elastic.agent.streams import DISK_FULL, PIPE_BYTES, STDERR, Stream
 from zmqgrad.elastic.agent.tracebacks import Shown, Tracebacks
 from zmqgrad.elastic.agent.workers import Worker
 
@@ -61,14 +61,16 @@ class Listener:
             self._selector.register(worker.sentinel, selectors.EVENT_READ)
 
     def remove(self, worker: Worker) -> None:
-        """Stop listening to a worker that has exited. Shows pending output, also an unterminated line."""
+        """Stop listening to a worker that has exited. Shows what it wrote, also an unterminated line."""
         self.exited(worker)
         self.wait(0)  # in the right order with what others have written before
         for key in list(self._selector.get_map().values()):
             source: _Source | None = key.data
             if source is None or source.worker is not worker:
                 continue
-            while chunk := source.stream.read():
+            left = PIPE_BYTES  # a process that has left the session of the worker may write without end
+            while left > 0 and (chunk := source.stream.read()):
+                left -= len(chunk)
                 self._show(source, chunk)
             self._finish(source)
 
@@ -91,10 +93,11 @@ class Listener:
         while True:
             waits_for_cause = False
             for source, chunk in self._read(ready):
+                is_held = any(source is other for other, _ in held)
                 tells = chunk is not None and may_tell_of_loss(chunk)
-                if tells or any(source is other for other, _ in held):
+                if tells or is_held:
                     held.append((source, chunk))
-                    waits_for_cause |= tells
+                    waits_for_cause |= tells and not is_held  # once each: it may write without end
                 else:
                     self._take(source, chunk)
             if not waits_for_cause:

@@ -25,6 +25,9 @@ STDOUT, STDERR = 1, 2
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a file that takes no more. The output is lost; the workers are not."""
 
+PIPE_BYTES = 1 << 20
+"""The most that a pipe or a pseudo-terminal holds: usually it is a sixteenth of that."""
+
 _CHUNK = 64 * 1024
 
 
