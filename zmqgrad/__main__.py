@@ -5,11 +5,12 @@ Loads only the module of the requested command, so that the launcher starts fast
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from zmqgrad.cli.commands import command_parser, module
-from zmqgrad.cli.parser import EXIT_USAGE
+from zmqgrad.cli.parser import EXIT_INTERRUPTED, EXIT_USAGE
 from zmqgrad.errors import ConfigurationError
 
 
@@ -20,7 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser.print_help()
         return EXIT_USAGE
-    arguments = parser.parse_args(argv)
+    try:
+        return _execute(parser.parse_args(argv))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _execute(arguments: argparse.Namespace) -> int:
     try:
         return module(arguments.command).execute(arguments)
     except ConfigurationError as error:

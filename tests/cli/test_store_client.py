@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import io
 import json
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.processes import free_port
+from tests.support.waiting import eventually
 from zmqgrad.__main__ import main
 from zmqgrad.cli.store_client import endpoint_of, show
 from zmqgrad.errors import ConfigurationError
@@ -111,6 +113,17 @@ def test_missing_keys(ask: Ask, store: TCPStore) -> None:
     )
     assert ask("delete", "k", "x") == (3, "", "zmqgrad store delete: no such key: 'x'\n")
     assert not store.check(["k"])
+
+
+def test_ctrl_c_ends_a_wait_without_a_traceback(ask: Ask, store: TCPStore) -> None:
+    def interrupt() -> None:
+        eventually(store.statistics, lambda found: found["parked"] == 1, PATIENCE)
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert ask("wait", "k") == (130, "", "")
+    thread.join(PATIENCE)
 
 
 def test_a_refusal(ask: Ask, store: TCPStore) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,9 +21,9 @@ from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.blocking import holding, may_wait_for_others
+from zmqgrad.runtime.blocking import holding
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import HashStore, PrefixStore, TCPStore
+from zmqgrad.store import HashStore, PrefixStore
 from zmqgrad.transport.mailbox import ZmqMailbox
 
 
@@ -262,30 +261,6 @@ def test_a_thread_that_cannot_wait_ends_nothing_that_closing_needs(pair: list[Wo
     thread.join(WAIT)
     kept.clear()
     assert pair[0].join(Deadline.after(WAIT)) == []
-
-
-def test_an_interrupt_at_the_end_of_the_collector_forbids_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector runs while the library is at work; what notes its end is interrupted and ignores it."""
-    ignored: list[str] = []
-
-    def interrupt_end(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_locals.get("phase") == "stop" and not ignored:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys, "unraisablehook", lambda raised: ignored.append(repr(raised.exc_value)))
-    with TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT) as store:
-        store.close_also(gc.collect)
-        gc.disable()
-        sys.setprofile(interrupt_end)
-        try:
-            store.close()
-        finally:
-            sys.setprofile(None)
-        try:
-            assert ignored == ["KeyboardInterrupt()"]
-            assert may_wait_for_others()
-        finally:
-            gc.enable()
 
 
 def test_a_call_that_is_sent_while_its_worker_closes_says_so(

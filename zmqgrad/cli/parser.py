@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, Protocol, cast
 
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""The exit code that shells use for a program killed by SIGINT."""
 
 _MISSING = "the following arguments are required: "
 _UNKNOWN_COMMAND = re.compile(r"argument (\w+): invalid choice: '(.*?)' ")  # as argparse says it

@@ -18,9 +18,8 @@ from zmqgrad.cli.parser import Command, CommandParser, describe, discard_output
 from zmqgrad.errors import TraceError
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
-"""The exit codes that shells use for a program killed by SIGINT, or by SIGPIPE."""
+"""The exit code that shells use for a program killed by SIGPIPE."""
 
 _VIEWS = {
     "findings": (
@@ -98,8 +97,6 @@ def execute(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         discard_output()
         return EXIT_PIPE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
 
 
 def _with_view(words: list[str]) -> list[str]:

@@ -133,7 +133,7 @@ class Client:
         A finalizer that interrupts this library leaves that to another thread.
         """
         seconds = self.resolve_timeout(timeout)
-        if collector.thread and collector.interrupts_library():
+        if collector.running and collector.interrupts_library():
             return self._call_later(function, partial(self.call, to, function, args, kwargs), seconds)
         peer = self._membership.find_here(to)
         if peer is None:
@@ -280,7 +280,7 @@ class Client:
             RpcError: if a finalizer that interrupts this library calls this.
             TransportError: if the message cannot be sent.
         """
-        if collector.thread:
+        if collector.running:
             refuse_in_library(description)
         if self._worker.closed:
             raise self._worker.closed_error()

@@ -63,7 +63,7 @@ def may_wait_for_others() -> bool:
     Not if other waits end only through this thread. The library's own code does not wait there, but a
     finalizer of the program (``__del__``) may run in any thread, also while that holds a lock.
     """
-    if collector.thread and collector.interrupts_library():
+    if collector.running and collector.interrupts_library():
         return False
     state = thread_state
     return not state.all_depend_on_it and (state.pool is None or not state.pool.reads_here())

@@ -11,6 +11,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections import defaultdict
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,33 +21,34 @@ _OWN = __name__.partition(".")[0]
 _CALLED_WITH_LOCKS = sys.stdlib_module_names | {"torch", "zmq", "msgspec", "cryptography"}
 """Packages whose functions this library calls while it holds a lock."""
 
-thread = 0
-"""The thread that runs the collector; there is one at most. While it is 0, nothing interrupts the library."""
-_frame: FrameType | None = None  # where it was when the collector began
+running: defaultdict[object, int] = defaultdict(threading.get_ident)
+"""Has the thread that runs the collector, if one does. While it is empty, nothing interrupts the library."""
+
+_frames: defaultdict[object, dict[int, FrameType]] = defaultdict(sys._current_frames)
+"""Has where all threads were when the collector began, while it runs."""
 
 
-_noted: dict[str, Any] = {}
-"""Holds "stop" once the collector has ended."""
+def _noting(noted: defaultdict[object, Any]) -> object:
+    """Returns an object: to read its attribute ``start`` fills ``noted``, and ``stop`` empties it."""
+
+    class Note:
+        start = property(noted.__missing__)
+        stop = property(defaultdict[object, None](noted.clear).__missing__)
+
+    return Note()
 
 
-def _note(phase: str, _: dict[str, Any]) -> None:
-    global thread, _frame
-    if phase == "start":
-        _noted.clear()
-        _frame, thread = sys._getframe().f_back, threading.get_ident()  # none: the thread is about to end
-    else:
-        _frame, thread = None, 0
-
-
-# Ctrl-C may keep a Python function from noting the end, but not one of C. (It is raised, and ignored, there.)
-gc.callbacks += [_note, _noted.__setitem__]
+# Functions of C alone: Ctrl-C is raised by the next line of Python, and would be lost if that were one of a
+# callback. It comes as a rule in a long call of C, in which the collector may run.
+gc.callbacks += [partial(getattr, _noting(running)), partial(getattr, _noting(_frames))]
 
 
 def interrupts_library() -> bool:
     """Whether the calling thread is in a finalizer for which the collector has interrupted this library."""
-    if not thread or thread != threading.get_ident() or "stop" in _noted:
+    here = threading.get_ident()
+    if here not in running.values():
         return False
-    frame = _frame
+    frame = next(iter(_frames.values()), {}).get(here)  # none: the thread is about to end
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package == _OWN:
