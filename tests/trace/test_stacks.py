@@ -47,6 +47,16 @@ def test_a_process_records_the_stacks_of_its_threads_when_asked(tmp_path: Path) 
     assert running(Job(tmp_path)) == [], "its worker is closed"
 
 
+def test_a_stack_can_be_told_where_the_directory_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    stack = '  File "/app/step.py", line 7, in step\n    wait()\n'
+    assert innermost(stack) == ["/app/step.py:7 in step: wait()"]
+
+
 def test_a_process_that_records_nothing_any_more_is_named_after_the_deadline(tmp_path: Path) -> None:
     with trace.record(tmp_path) as recorder:
         recorder.attach(Identity(WORKER, "w0", 0, 1, "j")).close()

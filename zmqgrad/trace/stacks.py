@@ -99,9 +99,17 @@ def innermost(stack: str, count: int = 3, library: str = "") -> list[str]:
         library: the directory of this package where the stack was recorded; empty: as here.
     """
     own = library or LIBRARY
-    here = os.getcwd() + os.sep
+    here = _prefix_of_paths()
     frames = [
         (m[1], f"{m[1].removeprefix(here)}:{m[2]} in {m[3]}: {m[4].strip()}") for m in _FRAME.finditer(stack)
     ]
     program = [text for file, text in frames if not file.startswith(own) and not file.endswith(_PYTHON)]
     return (program or [text for _, text in frames])[: -count - 1 : -1]
+
+
+def _prefix_of_paths() -> str:
+    """What the paths of files in the current directory begin with; empty if that was removed."""
+    try:
+        return os.getcwd() + os.sep
+    except OSError:
+        return ""
