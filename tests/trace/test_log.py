@@ -81,6 +81,10 @@ def test_a_reader_follows_a_growing_log(tmp_path: Path) -> None:
         (log.header(INFO) + b"\0\0\0\0", "damaged at byte .*: an empty record"),
         (log.header(INFO) + b"\0\0\0\x02\x91\x05", "damaged at byte"),
         (log.header(INFO) + log.record([(99, 1)]), "damaged at byte"),
+        (log.header(INFO) + log.record([(Tag.ACTOR_STOPPED, -1 << 62, 1)]), "damaged at byte"),
+        (log.header(INFO) + log.record([(Tag.ACTOR_STOPPED, 1 << 62, 1)]), "damaged at byte"),
+        (log.header(INFO) + log.record([(Tag.MESSAGE_SENT, 2, 1, 1, -2, 3, 4)]), "damaged at byte"),
+        (log.header(INFO) + log.record([(Tag.MESSAGE_SENT, 2, 1, 1, 2, 3, -4)]), "damaged at byte"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:

@@ -200,6 +200,16 @@ def test_profiles_of_workers_join_on_the_clock_of_the_job(tmp_path: Path) -> Non
     assert kernel["pid"] >= 1000
 
 
+def test_a_compressed_profile_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    two(tmp_path, 1, skew=0, clock="boot")
+    job = Job(tmp_path)
+    path = tmp_path / "p.json.gz"
+    whole = gzip.compress(b'{"traceEvents": [], "baseTimeNanoseconds": 1}')
+    path.write_bytes(whole[:12] + b"\xff\xff\xff" + whole[15:])
+    with pytest.raises(TraceError, match="cannot read the profile"):
+        list(profile_events(Timeline(job), job, path))
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

@@ -14,9 +14,25 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
+
+Nanoseconds = Annotated[int, Meta(ge=0, le=1 << 60)]
+"""A duration: 36 years at most, so that what is computed from several times fits 64 bits."""
+
+Time = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
+"""Nanoseconds of a monotonic clock."""
+
+WallTime = Annotated[int, Meta(ge=0, le=1 << 62)]
+"""Nanoseconds since 1970."""
+
+Kind = Annotated[int, Meta(ge=0, lt=1 << 16)]
+"""The number of a type of messages."""
+
+Number = Annotated[int, Meta(ge=0)]
+"""An id, or a size. None has more than 64 bits."""
 
 
 class Tag(enum.IntEnum):
@@ -76,7 +92,7 @@ class Path(enum.IntEnum):
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of all events. ``time`` is in nanoseconds of the process's monotonic clock."""
 
-    time: int
+    time: Time
 
 
 class ActorStarted(Event, frozen=True, tag=1):
@@ -91,7 +107,7 @@ class ActorStarted(Event, frozen=True, tag=1):
     role: Role
     name: str
     number: int = 0
-    incarnation: int = 0
+    incarnation: Number = 0
     job: str = ""
     address: str = ""
 
@@ -122,7 +138,7 @@ class PeerDeclared(Event, frozen=True, tag=5):
 
     actor: int
     peer: int
-    incarnation: int
+    incarnation: Number
 
 
 class MessageEvent(Event, frozen=True):
@@ -130,12 +146,12 @@ class MessageEvent(Event, frozen=True):
 
     thread: int
     actor: int
-    kind: int
-    peer: int
-    message_id: int
-    context: int = 0
+    kind: Kind
+    peer: Number
+    message_id: Number
+    context: Number = 0
     name: int = 0
-    size: int = 0
+    size: Number = 0
     path: Path = Path.INLINE
 
 
@@ -152,7 +168,7 @@ class MessageSent(MessageEvent, frozen=True, tag=6):
     ``nanoseconds``, of large messages, is what it took from ``time`` on to copy and send it.
     """
 
-    nanoseconds: int = 0
+    nanoseconds: Nanoseconds = 0
 
 
 class MessageReceived(MessageEvent, frozen=True, tag=7):
@@ -171,7 +187,7 @@ class _OfRequestEnded(_OfRequest, frozen=True):
 
 
 class _WithDuration(_OfRequest, frozen=True):
-    nanoseconds: int
+    nanoseconds: Nanoseconds
     failed: bool = False
 
     def _parts(self, begin: type[_B], end: type[_E]) -> tuple[_B, _E]:
@@ -211,7 +227,7 @@ class Serialized(_OfRequest, frozen=True, tag=32):
     the number of its memory in this process, the offset and the version there, and the bytes.
     """
 
-    nanoseconds: int
+    nanoseconds: Nanoseconds
     is_reply: bool
     contents: tuple[tuple[int, int, int, int], ...] = ()
 
@@ -282,7 +298,7 @@ class GroupExecuted(_OfPass, frozen=True, tag=17):
     that got gradients in part: for each of their tensors, 1 if it got none.
     """
 
-    nanoseconds: int
+    nanoseconds: Nanoseconds
     sends: tuple[int, ...] = ()
     recvs: tuple[tuple[int, int], ...] = ()
     missing: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -306,7 +322,7 @@ class Published(Event, frozen=True, tag=29):
 
     thread: int
     actor: int
-    nanoseconds: int
+    nanoseconds: Nanoseconds
     name: str
     version: int
     bytes: int
@@ -321,7 +337,7 @@ class GroupCalled(Event, frozen=True, tag=30):
 
     thread: int
     actor: int
-    nanoseconds: int
+    nanoseconds: Nanoseconds
     function: str
     calls: tuple[int, ...]
     failed: bool = False
@@ -356,7 +372,7 @@ class Heartbeat(Event, frozen=True, tag=19):
 class ClockSample(Event, frozen=True, tag=20):
     """The wall clock (nanoseconds since 1970) at ``time``; written at each flush that is a second later."""
 
-    wall: int
+    wall: WallTime
 
 
 class Dropped(Event, frozen=True, tag=21):
@@ -432,8 +448,8 @@ class ProcessInfo(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     host: str
     pid: int
-    wall: int
-    monotonic: int
+    wall: WallTime
+    monotonic: Time
     clock: str = ""
     job: str = ""
     program: str = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import gzip
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def _read(path: Path) -> dict[str, Any]:
         if path.suffix == ".gz":
             data = gzip.decompress(data)
         trace = msgspec.json.decode(data)
-    except (OSError, EOFError, msgspec.DecodeError) as e:
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError, RecursionError) as e:
         raise TraceError(f"cannot read the profile {path}: {e}") from e
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise TraceError(f"{path} is no trace of torch.profiler: it has no traceEvents")
