@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -349,6 +351,14 @@ def test_a_host_whose_full_name_is_localhost_has_its_own(monkeypatch: pytest.Mon
     monkeypatch.setattr("socket.getfqdn", lambda: "localhost.localdomain")
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
     assert new_node().fqdn == "node7"
+
+
+def test_processes_of_one_host_and_one_id_are_two_nodes() -> None:
+    """As in two containers with the network of the host: each agent is process 1 there."""
+    program = "from zmqgrad.elastic.state import new_node; print(new_node('host').local_id)"
+    run = [sys.executable, "-c", program]
+    found = {subprocess.run(run, capture_output=True, timeout=100, check=True).stdout for _ in range(2)}
+    assert len(found) == 2
 
 
 def test_descriptors_of_one_process_differ() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import socket
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ class NodeDesc(msgspec.Struct, frozen=True, order=True, array_like=True):
     Args:
         fqdn: the name of its host.
         pid: its process id.
-        local_id: tells the handlers of one process apart.
+        local_id: tells the handlers of one process apart, and processes of one id in several containers.
     """
 
     fqdn: str
@@ -130,7 +131,8 @@ def decode(data: bytes) -> RendezvousState:
     return RendezvousState(**fields)
 
 
-_local_ids = itertools.count()
+_local_ids = itertools.count(secrets.randbits(31))
+"""From a number of its own for each process: two containers of one host may have its name, and process 1."""
 
 
 def new_node(local_addr: str | None = None) -> NodeDesc:
