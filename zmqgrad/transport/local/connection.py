@@ -313,7 +313,8 @@ class LocalConnection:
             except BlockingIOError:
                 return False
             if not hmac.compare_digest(packet, self._expected):
-                raise ConnectionRefusedError("the listener belongs to another job or process, or has closed")
+                refused = "the listener belongs to another job or process, or has closed"
+                raise ConnectionRefusedError(errno.ECONNREFUSED, refused)
             with self._lock:
                 self.accepted = self._may_send = True
         return True
