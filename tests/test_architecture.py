@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import io
 import re
@@ -220,3 +221,22 @@ def test_no_condition_is_entered() -> None:
         if any(last_name(item.context_expr) in conditions for item in node.items)
     ]
     assert entered == []
+
+
+def test_errors_of_the_system_that_connections_raise_have_a_number() -> None:
+    """One without is taken for what a signal handler of the program raised, and given to the caller."""
+    raised = [
+        (f"{name}:{node.lineno}", node.exc)
+        for name, tree in TREES.items()
+        if name.startswith(("zmqgrad.transport.links", "zmqgrad.transport.local", "zmqgrad.transport.query"))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    ]
+    of_system = [
+        (place, call)
+        for place, call in raised
+        if issubclass(getattr(builtins, last_name(call.func), Exception), OSError)
+        and last_name(call.func) != "TimeoutError"  # which no handler of OSError is meant to get
+    ]
+    assert len(of_system) > 5
+    assert [place for place, call in of_system if len(call.args) < 2] == []

@@ -292,7 +292,7 @@ class Links:
             if connection.fd < 0 or not connection.is_ready():
                 return
             if events & ~(READ | WRITE) and connection.has_ended():
-                raise ConnectionResetError("the peer has closed the connection")
+                raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
             connection.flush(self._on_flushed)
         except OSError as e:
             logger.debug("%s: the connection to %s has ended: %s", self._name, link.endpoint, e)

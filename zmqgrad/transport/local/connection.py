@@ -161,7 +161,7 @@ def _open(endpoint: str, first: bytes, waits: bool) -> socket.socket | None:
         opened.connect(unix_name(endpoint))
         opened.setblocking(False)
         if not is_same_user(opened):
-            raise PermissionError(f"a process of another user listens at {endpoint}")
+            raise PermissionError(errno.EPERM, f"a process of another user listens at {endpoint}")
         try:
             opened.send(first, _NOW)
         except (BrokenPipeError, ConnectionResetError):

@@ -10,6 +10,7 @@ Malformed messages cost a counter and a log line (docs/guarantees.md, P5).
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import secrets
@@ -391,7 +392,7 @@ class QueryServer:
                 else:
                     route.send_large(data)
                 if self._backlogged and route.backlog() > MAX_UNREAD_REPLIES:
-                    raise OSError("a client that does not read its replies")
+                    raise OSError(errno.ENOBUFS, "a client that does not read its replies")
             return True
         except (zmq.ZMQError, OSError) as e:
             logger.debug("%s: a reply is dropped: %s", self.name, e)
