@@ -398,6 +398,22 @@ def test_texts_that_cannot_be_encoded_and_huge_ones(pair: Cluster) -> None:
     assert len(str(caught.value)) < 1 << 20
 
 
+class Proxy:
+    """A value whose class cannot be asked for, as that of some proxies whose target has gone."""
+
+    @property
+    def __class__(self) -> Any:
+        raise KeyError("the target")
+
+
+def type_of(rref: rpc.RRef[Any]) -> str:
+    return type(rref.local_value()).__name__
+
+
+def test_a_reference_to_a_value_whose_class_cannot_be_asked_for(pair: Cluster) -> None:
+    assert rpc.rpc_sync(1, type_of, args=(rpc.remote(1, Proxy),), timeout=10) == "Proxy"
+
+
 def test_a_result_that_cannot_be_sent_raises_at_the_caller(pair: Cluster) -> None:
     with pytest.raises(PayloadError, match=r"cannot serialize the result of .*lock.* \(lock\)"):
         rpc.rpc_sync(1, threading.Lock)

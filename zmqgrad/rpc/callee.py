@@ -106,7 +106,7 @@ class Callee:
                 raise
             created.set_exception(e)
         finish = self._reply if created is None else partial(self._created, created)
-        if value.__class__ is DeferredResult:
+        if type(value) is DeferredResult:
             self._await(inbound, value, partial(finish, inbound, call, value))
         else:
             finish(inbound, call, value)
@@ -120,7 +120,7 @@ class Callee:
         self._server.reply(inbound, RRefValue(serialized.payload), serialized, "to_here")
 
     def _reply(self, inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
-        if value.__class__ is DeferredResult:
+        if type(value) is DeferredResult:
             value = value.value()
         requester = self._membership.record(inbound.envelope.source)
         began = monotonic_ns() if self._worker.hooks.tracer is not None else 0
@@ -132,7 +132,7 @@ class Callee:
     def _created(self, created: Promise[Any], inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
         """Set the value of an RRef, unless creating it failed, and confirm the remote call."""
         assert isinstance(call, RemoteCall)
-        if value.__class__ is DeferredResult:
+        if type(value) is DeferredResult:
             value.resolve(created)
         else:
             created.set_result(value)

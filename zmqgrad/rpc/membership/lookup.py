@@ -36,8 +36,9 @@ class Lookup:
             if promise is None:
                 promise = self._next = Promise()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()  # if there can be none now, the next call starts it
+                self._thread = thread
         return promise.wait_done(seconds)
 
     def _run(self) -> None:
