@@ -104,7 +104,6 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     watcher = Watcher()
     yield
     _spare_modules()
-    gc.collect()  # what a cycle kept open warns here, and not in a later test
     left = watcher.what_is_left()
     if left:
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)

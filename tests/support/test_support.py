@@ -73,6 +73,18 @@ def test_a_file_left_is_seen() -> None:
     assert watcher.what_is_left() == []
 
 
+def test_a_file_that_a_cycle_keeps_open_warns_at_the_end_of_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: warned.append(raised.exc_type))
+    watcher = Watcher()
+    cycle: list[object] = [open(os.devnull)]  # noqa: SIM115
+    cycle.append(cycle)
+    del cycle
+    assert warned == []
+    assert watcher.what_is_left() == []
+    assert warned == [ResourceWarning]
+
+
 def test_leak_checks_wait_for_ending_threads() -> None:
     watcher = Watcher()
     go = threading.Event()
