@@ -8,6 +8,7 @@ library holds no lock while it calls the program, so anywhere else finalizers ma
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -24,8 +25,12 @@ _CALLED_WITH_LOCKS = sys.stdlib_module_names | {"torch", "zmq", "msgspec", "cryp
 running: defaultdict[object, int] = defaultdict(threading.get_ident)
 """Has the thread that runs the collector, if one does. While it is empty, nothing interrupts the library."""
 
-_frames: defaultdict[object, dict[int, FrameType]] = defaultdict(sys._current_frames)
-"""Has where all threads were when the collector began, while it runs."""
+_current_frame = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyEval_GetFrame", ctypes.pythonapi))
+"""Returns the address of the calling thread's frame; None in a thread that is about to end, for which
+``sys._getframe`` raises. (``sys._current_frames`` makes objects of the frames of all threads.)"""
+
+_frames: defaultdict[object, int | None] = defaultdict(_current_frame)
+"""Has where that thread was when the collector began, while it runs. So the frame exists then."""
 
 
 def _noting(noted: defaultdict[object, Any]) -> object:
@@ -48,7 +53,8 @@ def interrupts_library() -> bool:
     here = threading.get_ident()
     if here not in running.values():
         return False
-    frame = next(iter(_frames.values()), {}).get(here)  # none: the thread is about to end
+    address = next(iter(_frames.values()), None)
+    frame: FrameType | None = ctypes.cast(address, ctypes.py_object).value if address else None
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package == _OWN:
