@@ -185,7 +185,11 @@ def outcome(line: str, store: Any) -> str:
         return "QueueEmptyError"
     except (dist.DistStoreError, ours.DistStoreError):
         return "DistStoreError"
-    except (TypeError, AttributeError, ValueError) as e:
+    except TypeError:  # before ValueError: our own for an argument of the wrong type is both
+        return "TypeError"
+    except AttributeError:
+        return "AttributeError"
+    except ValueError as e:
         return type(e).__name__
     return f"{type(value).__name__} {value!r}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zmqgrad.errors import ConfigurationError, RpcError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, RpcError
 from zmqgrad.rpc import RRef, get_worker_info, rpc_async
 
 
@@ -16,12 +16,13 @@ def as_list(params_rref: Iterable[Any], name: str = "params_rref") -> list[Any]:
     """Return references, or groups of them, as a list.
 
     Raises:
-        ConfigurationError: if ``params_rref`` is a single reference, or no list.
+        ConfigurationError: if ``params_rref`` is a single reference.
+        ArgumentTypeError: if it is no list.
     """
     if isinstance(params_rref, RRef):
         raise ConfigurationError(f"{name} must be a list of RRefs, not an RRef: put it into a list")
     if not isinstance(params_rref, Iterable):
-        raise ConfigurationError(f"{name} must be a list of RRefs, not {params_rref!r}")
+        raise ArgumentTypeError(f"{name} must be a list of RRefs, not {params_rref!r}")
     return list(params_rref)
 
 
