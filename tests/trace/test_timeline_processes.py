@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 CALLS = 20
 
-SLACK = 200.0
-"""Microseconds by which the clock of the profiler may differ; ranges take longer, calls are further apart."""
+SHIFT = 1000.0
+"""Microseconds by which the clock of the profiler, which torch estimates at both ends, may be off as a whole."""
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -63,8 +63,10 @@ def test_a_timeline_joins_a_profile_and_a_graph_names_the_unused_send(tmp_path: 
     own = timeline.pids[id(job.workers()[0].process)]
     sent = [e["ts"] for e in calls if e["pid"] == own][:CALLS]
     assert len(ranges) == len(sent) == CALLS
-    inside = [r["ts"] - SLACK <= s <= r["ts"] + r["dur"] + SLACK for r, s in zip(ranges, sent, strict=True)]
-    assert all(inside), "each call was sent within the range that the profiler recorded of it"
+    # By one shift of that clock, each call was sent within the range that the profiler recorded of it.
+    earliest = max(r["ts"] - s for r, s in zip(ranges, sent, strict=True))
+    latest = min(r["ts"] + r["dur"] - s for r, s in zip(ranges, sent, strict=True))
+    assert max(earliest, -SHIFT) <= min(latest, SHIFT), (ranges, sent)
     assert {r["pid"] for r in ranges} == {own}
 
     diagram = context_diagram(job)
