@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 CALLS = 20
 
 SHIFT = 1000.0
-"""Microseconds by which the clock of the profiler, which torch estimates at both ends, may be off as a whole."""
+"""Microseconds by which the clock of the profiler, which torch estimates, may be off as a whole."""
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
