@@ -97,14 +97,25 @@ def test_output_goes_to_the_log_directory(
     assert "[worker 1] a line\n" in capfd.readouterr().out
 
 
+IN_A_THREAD = """
+import threading
+from tests.elastic.agent.test_launching import ranks
+from zmqgrad.elastic import LaunchConfig, launch
+results = []
+config = LaunchConfig(nproc_per_node=2, start_method="fork")
+thread = threading.Thread(target=lambda: results.append(launch(ranks, config)(1)))
+thread.start()
+thread.join(60)
+print(results)
+"""
+
+
 @pytest.mark.processes
 def test_in_a_thread_that_receives_no_signals() -> None:
-    results: list[dict[int, tuple[int, str]]] = []
-    config = LaunchConfig(nproc_per_node=2, start_method="fork")
-    thread = threading.Thread(target=lambda: results.append(launch(ranks, config)(1)))
-    thread.start()
-    thread.join(60)
-    assert results == [{0: (0, "2"), 1: (1, "2")}]
+    """In a process of its own: torch's FSDP keeps process groups in the memory of a thread. If another thread
+    forks, Python clears that in the child, where their threads, which the destructor joins, are not.
+    """
+    assert run_python(IN_A_THREAD) == "[{0: (0, '2'), 1: (1, '2')}]\n"
 
 
 PROGRAM = """
