@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 from tests.support.workers import two_workers
 from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError, TransportError
-from zmqgrad.rpc import server
+from zmqgrad.rpc import core
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.remote_errors import describe_exception
@@ -345,7 +345,7 @@ def test_a_call_ends_though_its_reply_could_not_be_sent_at_first(
 
     monkeypatch.setattr(mailbox, "send", fail_at_first)
     future = rpc.rpc_async(1, len, args=("abc",), timeout=0)
-    eventually(lambda: [clock.advance(server.RETRY_SECONDS), future.done()][1])
+    eventually(lambda: [clock.advance(core.RETRY_SECONDS), future.done()][1])
     with pytest.raises(TransportError, match="Too many open files"):
         future.wait()
     assert not failures

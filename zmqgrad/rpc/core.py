@@ -6,20 +6,27 @@ depend on it and on each other in one direction; only the worker knows all of th
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
+from functools import partial
 
-from zmqgrad.errors import NotInitializedError, PeerLostError
+from zmqgrad.errors import ClosedError, NotInitializedError, PeerLostError
 from zmqgrad.rpc.hooks import Hooks
 from zmqgrad.rpc.membership.events import Events
 from zmqgrad.rpc.membership.membership import Membership
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Clock
 from zmqgrad.runtime.service_thread import ServiceThread
-from zmqgrad.runtime.thread_pool import ThreadPool
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.base import Mailbox
 from zmqgrad.transport.tap import WORKER, Identity, Tracer, Usage
 from zmqgrad.wire.ids import IdSource
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+"""When :meth:`WorkerCore.retry` runs its task."""
 
 
 class WorkerCore(ABC):
@@ -80,6 +87,19 @@ class WorkerCore(ABC):
         job: bytes = getattr(self.mailbox, "job", b"")
         endpoints = " ".join(self.mailbox.endpoints)
         return Identity(WORKER, self.name, self.id, self.mailbox.incarnation, job.decode(), endpoints)
+
+    def retry(self, task: Task) -> None:
+        """Run ``task`` again in ``RETRY_SECONDS``, unless this worker has closed by then.
+
+        For what no event tells: that there is a free descriptor again, or that the store replies.
+        """
+        self.timer.call_later(RETRY_SECONDS, partial(self._submit_if_open, task))
+
+    def _submit_if_open(self, task: Task) -> None:
+        try:
+            self.submit(task)
+        except ClosedError:
+            logger.debug("%s is closed: what it would have tried again is dropped", self.name)
 
     @abstractmethod
     def _prepare_thread(self) -> None:

@@ -33,10 +33,6 @@ from zmqgrad.wire.tensors.torch_internals import function_modes
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0
-"""How long after an error could not be sent it is tried again: no event tells that there is a descriptor. Nor
-does one tell that the store replies again, which has to say who the sender of a request is."""
-
 is_grad_enabled = torch.is_grad_enabled
 
 
@@ -210,14 +206,7 @@ class Server:
             f"{self._worker.name} serves {type(inbound.message).__name__} later: the store, which has to say "
             f"who worker {inbound.envelope.source} is, does not reply"
         )
-        task = partial(self._serve, handler, inbound, request)
-        self._worker.timer.call_later(RETRY_SECONDS, partial(self._submit_again, task))
-
-    def _submit_again(self, task: Task) -> None:
-        try:
-            self._worker.submit(task)
-        except ClosedError:
-            logger.debug("%s is closed: what it would have done later is dropped", self._worker.name)
+        self._worker.retry(partial(self._serve, handler, inbound, request))
 
     def _refuse_stranger(self, inbound: Inbound, request: InFlightRequest | None) -> None:
         """Drop a request unread whose sender is not the member of the group that it claims to be."""
@@ -310,8 +299,7 @@ class Server:
         except (TransportError, RpcError) as e:
             self.repeats.warning(f"{own} cannot send {show_exception(error)} to worker {source}: {e}")
             if type(e) is TransportError:  # such as no free descriptor: the call would never end
-                again = partial(self.reply_error, inbound, error)
-                self._worker.timer.call_later(RETRY_SECONDS, partial(self._submit_again, again))
+                self._worker.retry(partial(self.reply_error, inbound, error))
 
     def _send_error(self, inbound: Inbound, error: BaseException) -> None:
         envelope = inbound.envelope

@@ -24,6 +24,7 @@ from zmqgrad.errors import (
     RRefError,
     TransportError,
 )
+from zmqgrad.rpc import core
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref import table
@@ -484,7 +485,7 @@ def test_a_control_message_that_cannot_be_sent_now_is_sent_later(
     trio: Cluster, monkeypatch: pytest.MonkeyPatch, kind: MessageType
 ) -> None:
     """For it there was no descriptor. References that it was about stayed for ever."""
-    monkeypatch.setattr(table, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(core, "RETRY_SECONDS", 0.01)
     refused: list[MessageType] = []
 
     def refuse_once(send: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from zmqgrad.errors import (
-    ClosedError,
     NotInitializedError,
     PeerLostError,
     RpcError,
@@ -60,11 +59,6 @@ FLUSH_SECONDS = 0.02
 ORPHAN_GRACE_SECONDS = 30.0
 """How long the forks of a lost worker stay registered, and those that were sent to it. References that it
 passed on may still be about to be registered, which is requested as soon as the reference is unpickled."""
-
-
-RETRY_SECONDS = 1.0
-"""How long after a message could not be sent, though its receiver lives, it is sent again: nothing tells that
-there is a descriptor."""
 
 
 class ReferenceTable:
@@ -312,14 +306,8 @@ class ReferenceTable:
 
     def _retry(self, send: Callable[[], None], error: TransportError) -> None:
         """Send a message again later for which there was, for example, no descriptor. Both workers live."""
-        logger.debug("%s: tries again in %g s: %s", self._worker.name, RETRY_SECONDS, error)
-        self._worker.timer.call_later(RETRY_SECONDS, partial(self._submit, send))
-
-    def _submit(self, send: Callable[[], None]) -> None:
-        try:
-            self._worker.submit(send)
-        except ClosedError:
-            logger.debug("%s is closed: its references end with it", self._worker.name)
+        logger.debug("%s tries again later: %s", self._worker.name, error)
+        self._worker.retry(send)
 
     def peer_lost(self, peer: int) -> None:
         """Drop the references to values of a lost peer; drop its forks after the grace time."""
