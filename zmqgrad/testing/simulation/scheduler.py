@@ -106,7 +106,9 @@ class Scheduler:
         self._limit = math.inf
         self._most_points = sys.maxsize
         self._random_turns = 0.0
+        self._next_turn = sys.maxsize  # the point of the next random turn
         self._changes: dict[int, float] = {}
+        self._next_change = 0  # the point at which any of these may be due, or earlier
         self._on_switch = on_switch
         self._process: Any = None
         self._ready: dict[Task, None] = {}
@@ -135,6 +137,7 @@ class Scheduler:
         self._most_points = most_points
         if self.rng.random() < 0.4:
             self._random_turns = self.rng.choice((0.01, 0.1, 0.3))
+            self._next_turn = self._draw_turn()
         else:
             depth = self.rng.randrange(8)
             within = int(math.exp(self.rng.uniform(math.log(SHORTEST_JOB), math.log(LONGEST_JOB))))
@@ -185,14 +188,13 @@ class Scheduler:
         self.digest = zlib.crc32(word, self.digest)
         if self.log is not None:
             self.log.append(f"{self._now:.6f} {me} {what}")
-        if self.points > self._most_points:
-            self._fail(f"the job has not ended within {self._most_points} points")
         me.turn += 1
-        if me.turn > LONGEST_TURN:
-            me.turn, me.priority, self._leader = 0, self.rng.random() / 8, None
-        if self.points in self._changes:
-            me.priority, self._leader = self._changes[self.points], None
-        self._yield(me)
+        if self.points >= self._next_change or me.turn > LONGEST_TURN:
+            self._change_priorities(me)
+        if self._leader is me and not self._touched and self._now < self._alarm:
+            self._busy = False  # nine of ten times
+        else:
+            self._yield(me)
 
     def wait_until(self, ready: Callable[[], bool], deadline: float | None, *states: State) -> bool:
         """Blocks until ``ready()``, or the clock reads ``deadline``. Returns ``ready()``.
@@ -211,8 +213,8 @@ class Scheduler:
         """Says that ``state`` has changed: what threads wait for may have happened."""
         if state.waiters:
             self._touched.update(state.waiters)
-        for whole in state.wholes:
-            self.notify(whole)
+        for watch in state.watchers.values():
+            watch()
 
     def call_at(self, moment: float, action: Callable[[], None]) -> None:
         """Runs ``action``, which must not block, when the clock reads ``moment``."""
@@ -302,6 +304,24 @@ class Scheduler:
             self.finish(Failure(f"{task} failed: {''.join(traceback.format_exception(e))}"))
         self.remove(lambda other: other is task)
 
+    def _change_priorities(self, me: Task) -> None:
+        """Does what is due at this point."""
+        if self.points > self._most_points:
+            self._fail(f"the job has not ended within {self._most_points} points")
+        if me.turn > LONGEST_TURN:
+            me.turn, me.priority, self._leader = 0, self.rng.random() / 8, None
+        if self.points in self._changes:
+            me.priority, self._leader = self._changes.pop(self.points), None
+        if self.points >= self._next_turn:
+            self._next_turn = self._draw_turn()
+            self._leader = self.rng.choice(list(self._ready))
+            self._leader.priority = 1 + max(task.priority for task in self._ready)
+        self._next_change = min(self._most_points + 1, self._next_turn, *self._changes)
+
+    def _draw_turn(self) -> int:
+        """Returns the next point at which a coin that is tossed at each one falls that way."""
+        return self.points + 1 + int(math.log(1 - self.rng.random()) / math.log(1 - self._random_turns))
+
     def _yield(self, me: Task) -> None:
         """Lets the one go on whose turn it is, and returns at the turn of ``me``."""
         chosen = self._choose()
@@ -360,16 +380,9 @@ class Scheduler:
                 self._fail(f"the job has not ended within {self._limit:g} simulated seconds")
             self._now = max(self._now, moment)
             self._refresh()
-        chosen = self._pick()
-        self._busy = False
-        return chosen
-
-    def _pick(self) -> Task:
-        if self._random_turns and len(self._ready) > 1 and self.rng.random() < self._random_turns:
-            self._leader = self.rng.choice(list(self._ready))
-            self._leader.priority = 1 + max(task.priority for task in self._ready)
-        elif self._leader is None:
+        if self._leader is None:
             self._leader = max(self._ready, key=_priority)
+        self._busy = False
         return self._leader
 
     def _fail(self, message: str) -> None:

@@ -74,9 +74,7 @@ def lock_type(scheduler: Scheduler) -> type:
             self._held = False
 
         acquire_lock, release_lock, locked_lock = acquire, release, locked
-
-        def __enter__(self) -> bool:
-            return self.acquire()
+        __enter__ = acquire
 
         def __exit__(self, *exc: object) -> None:
             self.release()

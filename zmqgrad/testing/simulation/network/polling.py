@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import select as real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zmqgrad.testing.simulation.network.kernel import ERR, HUP, IN, Description, Process, failure
+
+if TYPE_CHECKING:
+    from zmqgrad.testing.simulation.network.network import Network
 
 _ALWAYS = ERR | HUP
 _NVAL = real.POLLNVAL
@@ -64,16 +67,25 @@ def _number(fd: Any) -> int:
 
 
 class _Entry:
-    def __init__(self, epoll: EpollFile, description: Description, mask: int) -> None:
+    """What an epoll watches of a descriptor."""
+
+    def __init__(self, epoll: EpollFile, number: int, description: Description, mask: int) -> None:
+        self.number = number
         self.description = description
         self.mask = mask
         self.armed = True
         self._epoll = epoll
-        description.wholes.append(epoll)
+        description.watchers[self] = self.changed
+
+    def changed(self) -> None:
+        """Its events may have changed."""
+        self._epoll.ready[self] = None
+        self._epoll.changed()
 
     def forget(self) -> None:
         """The epoll does not watch it any more."""
-        self.description.wholes.remove(self._epoll)
+        del self.description.watchers[self]
+        self._epoll.ready.pop(self, None)
 
     def seen(self) -> int:
         """Returns its events, unless it has been disarmed, or its descriptors are closed."""
@@ -85,11 +97,20 @@ class _Entry:
 class EpollFile(Description):
     """What the descriptor of an epoll refers to."""
 
-    entries: dict[int, _Entry]
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self.entries: dict[int, _Entry] = {}
+        self.ready: dict[_Entry, None] = {}
+        """Those that may have events, in the order of the kernel's own list. All others have none."""
 
     def events(self) -> int:
         """As :class:`Description`."""
-        return IN if any(entry.seen() for entry in self.entries.values()) else 0
+        while self.ready:
+            entry = next(iter(self.ready))
+            if entry.seen():
+                return IN
+            del self.ready[entry]
+        return 0
 
     def released(self) -> None:
         """As :class:`Description`."""
@@ -104,7 +125,6 @@ class Epoll:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._file = EpollFile(process.network)
-        self._file.entries = {}
         self._fd = process.install(self._file)
 
     @property
@@ -147,8 +167,9 @@ class Epoll:
         number, entry = self._find(fd)
         if entry is not None:
             raise failure(errno.EEXIST)
-        self._file.entries[number] = _Entry(self._file, self._process.get(number), int(eventmask))
-        self._file.changed()
+        entry = _Entry(self._file, number, self._process.get(number), int(eventmask))
+        self._file.entries[number] = entry
+        entry.changed()
 
     def modify(self, fd: Any, eventmask: int) -> None:
         """As ``epoll.modify``."""
@@ -156,7 +177,7 @@ class Epoll:
         if entry is None:
             raise failure(errno.ENOENT)
         entry.mask, entry.armed = int(eventmask), True
-        self._file.changed()
+        entry.changed()
 
     def unregister(self, fd: Any) -> None:
         """As ``epoll.unregister``."""
@@ -176,17 +197,17 @@ class Epoll:
             if not scheduler.wait_until(lambda: bool(file.events()), deadline, file):
                 break
         found: list[tuple[int, int]] = []
-        entries = list(file.entries.items())
-        for number, entry in entries:
-            if not (seen := entry.seen()):
-                continue
+        for entry in list(file.ready):
             if len(found) == maxevents:
                 break
-            found.append((number, seen))
+            del file.ready[entry]
+            if not (seen := entry.seen()):
+                continue
+            found.append((entry.number, seen))
             if entry.mask & real.EPOLLONESHOT:
                 entry.armed = False
-            # Behind the others for the next call, as the kernel's list of what is ready.
-            file.entries[number] = file.entries.pop(number)
+            else:
+                file.ready[entry] = None  # behind the others for the next call
         return found
 
 

@@ -18,12 +18,12 @@ class State:
 
     Attributes:
         waiters: the threads that wait for it to change: of the scheduler.
-        wholes: states that change whenever this one does, as that of an epoll.
+        watchers: called whenever it changes, as by an epoll.
     """
 
     def __init__(self) -> None:
         self.waiters: dict[Any, None] = {}
-        self.wholes: list[State] = []
+        self.watchers: dict[Any, Callable[[], None]] = {}
 
 
 class Scheduler(Protocol):
@@ -43,7 +43,7 @@ class Scheduler(Protocol):
         """
 
     def notify(self, state: State) -> None:
-        """Tells that ``state`` has changed. Does not switch threads."""
+        """Tells the waiters and watchers of ``state`` that it has changed. Does not switch threads."""
 
     def point(self, what: str) -> None:
         """Lets other threads run, as a system call does. The state is consistent then."""
@@ -66,7 +66,9 @@ class ManualScheduler:
         return self._now
 
     def notify(self, state: State) -> None:
-        """Does nothing: nobody else waits."""
+        """Tells the watchers: nobody else waits."""
+        for watch in state.watchers.values():
+            watch()
 
     def point(self, what: str) -> None:
         """Does what is due."""

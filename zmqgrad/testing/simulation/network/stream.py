@@ -131,6 +131,8 @@ class Socket(Description):
         super().__init__(network)
         self.process = process
         self.family, self.kind = family, kind
+        self.is_tcp = family != real.AF_UNIX
+        """Whether it is of TCP, else a unix socket."""
         self.name: Address = None
         self.peer_name: Address = None
         self.options: dict[tuple[int, int], int | bytes] = {}
@@ -148,11 +150,6 @@ class Socket(Description):
         self.connecting = False
         self.connected = False  # is, or was
         self.send_buffer = TCP_BUFFER_BYTES if self.is_tcp else UNIX_BUFFER_BYTES
-
-    @property
-    def is_tcp(self) -> bool:
-        """Whether it is of TCP, else a unix socket."""
-        return self.family != real.AF_UNIX
 
     @property
     def listening(self) -> bool:
