@@ -100,6 +100,64 @@ def test_what_was_restored_does_not_change_with_later_commits() -> None:
     assert other[0].sum() == 50_000
 
 
+class Extra(nn.Module):
+    """A module with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.extra = torch.zeros(100_000)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+class Loading(nn.Module):
+    """A module that keeps the tensors that it loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("extra", torch.zeros(100_000))
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.extra = state_dict["extra"]
+
+
+class Plain:
+    """An object that keeps the tensors that it loads."""
+
+    def __init__(self) -> None:
+        self.extra = torch.zeros(100_000)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.extra]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"extra": self.extra}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.extra = state["extra"]
+
+
+@pytest.mark.parametrize("kind", [Extra, Loading, Plain])
+def test_what_an_object_keeps_of_a_commit_does_not_change_with_later_ones(kind: Any) -> None:
+    state = State(it=kind(), other=torch.zeros(1))
+    state.restore()
+    state.other = [torch.zeros(100_000)]
+    state.commit()
+    state.other = torch.zeros(1)
+    state.restore()
+    kept, other = state.it.extra, state.other[0]
+    for _ in range(3):
+        state.it.extra, state.other = torch.full((100_000,), 7.0), [torch.full((100_000,), 7.0)]
+        state.commit()
+    assert kept.sum() == 0
+    assert other.sum() == 0
+
+
 def test_restore_without_a_commit_changes_nothing() -> None:
     state = make()
     before = everything(state)

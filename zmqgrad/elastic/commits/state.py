@@ -276,6 +276,8 @@ class State:
             filled = hasattr(own, "parameters") or hasattr(own, "dtype")
             if same or name not in self._cuts:
                 value = parts[0].load(copy=not filled)
+                if filled and not codec.copies(own, value):
+                    value = parts[0].load(copy=True)
             elif callable(cut):
                 value = cut([part.load(copy=True) for part in parts], place.rank, place.world_size)
             else:

@@ -119,6 +119,20 @@ class Value:
             raise CommitError(f"{self._name!r} cannot be restored: {e}") from e
 
 
+def copies(target: Any, value: Any) -> bool:
+    """Whether setting ``target`` to ``value`` copies all of its tensors, so that none of them is kept.
+
+    A module keeps what is no parameter or buffer (``set_extra_state``), and what its own ``load_state_dict``
+    wants.
+    """
+    if isinstance(target, torch.nn.Module):
+        names = {name for name, _ in target.named_parameters(remove_duplicate=False)}
+        names.update(name for name, _ in target.named_buffers(remove_duplicate=False))
+        is_usual = type(target).load_state_dict is torch.nn.Module.load_state_dict
+        return is_usual and isinstance(value, Mapping) and names.issuperset(value)
+    return isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor)
+
+
 def assign(target: Any, value: Any) -> Any:
     """Copy the tensor ``value`` into ``target`` if that is such a tensor. Returns what has the value now."""
     if (
