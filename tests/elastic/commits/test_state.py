@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,11 @@ import torch
 from torch import nn
 
 from zmqgrad.elastic import Sharded, State
+from zmqgrad.elastic.agent.ranks import Placement
+from zmqgrad.elastic.commits import state as state_module
+from zmqgrad.elastic.commits.connection import AgentCommits, Place
+from zmqgrad.elastic.commits.holder import Holder
+from zmqgrad.elastic.commits.server import CommitServer
 from zmqgrad.errors import CommitError, ConfigurationError, PayloadError
 
 
@@ -324,5 +334,147 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     state.restore()
     state.commit()
     (tmp_path / "file").touch()
-    with pytest.raises(CommitError, match="cannot write"):
+    with pytest.raises(CommitError, match=r"cannot read .*Not a directory"):
         state.save(tmp_path / "file")
+    (tmp_path / "link").symlink_to("none")
+    with pytest.raises(CommitError, match=r"cannot write .*File exists"):
+        state.save(tmp_path / "link")
+
+
+def saved(path: Path, step: int = 1, commits: int = 1) -> State:
+    """A state whose newest commit, of so many, is saved."""
+    state = State(step=step, weight=torch.arange(100.0))
+    state.restore()
+    for _ in range(commits):
+        state.commit()
+    state.save(path)
+    return state
+
+
+def flipped(position: int) -> Callable[[bytes], bytes]:
+    def flip(data: bytes) -> bytes:
+        changed = bytearray(data)
+        changed[position] ^= 1
+        return bytes(changed)
+
+    return flip
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:20],
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        *map(flipped, (3, 200, -1, -12, -30)),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    saved(tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CommitError, match=r"commit-1\.replicated-of-0 is damaged"):
+        State(step=0, weight=torch.zeros(100)).restore(tmp_path)
+
+
+def test_a_directory_of_a_job_that_has_come_further_is_refused(tmp_path: Path) -> None:
+    """Otherwise the new commit would be removed as an older one, and that of the other job restored."""
+    saved(tmp_path, step=7, commits=5)
+    with pytest.raises(CommitError, match=r"has commit 5, and commit 1 is to be saved there"):
+        saved(tmp_path)
+    state = State(step=0, weight=torch.zeros(100))
+    state.restore(tmp_path)
+    assert state.step == 7
+
+
+def test_a_commit_that_fails_leaves_the_one_before_to_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = saved(tmp_path)
+    state.step = 2
+
+    def fail(*args: object) -> None:
+        raise CommitError("the round has ended")
+
+    monkeypatch.setattr(Holder, "commit", fail)
+    with pytest.raises(CommitError, match="the round has ended"):
+        state.commit()
+    state.save(tmp_path)
+    again = State(step=0, weight=torch.zeros(100))
+    again.restore(tmp_path)
+    assert (again.step, again.commits) == (1, 1)
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_no_file_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = State(step=0)
+    state.restore()
+    state.commit()
+    if not (child := os.fork()):
+        monkeypatch.setattr(os, "fsync", lambda fd: os.kill(os.getpid(), signal.SIGKILL))
+        state.save(tmp_path)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert not State(step=0).restore(tmp_path)
+    state.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["commit-1.replicated-of-0"]
+
+
+class Ranks:
+    """Two ranks of an agent, each of which has a number; a thread for each."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._server = CommitServer(directory)
+        self._round = -1
+        self._own = threading.local()
+        monkeypatch.setattr(state_module, "connect", lambda: self._own.commits)
+
+    def restored(self, path: Path) -> list[State]:
+        """Begin a round, restore, and return the states."""
+        self._round += 1
+        self._server.begin_round(Placement(self._round, 0, 1, 0, 2, 2, 0, 2, "", 0, 0), None)
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda rank: self._restore(rank, path), range(2)))
+
+    def _restore(self, rank: int, path: Path) -> State:
+        self._own.commits = AgentCommits(Place(rank, 2, rank == 0), self._round, self._server.path)
+        state = State(own=Sharded([0]))
+        state.restore(path)
+        return state
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def test_files_that_ranks_have_saved_at_different_times_are_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank saves commit 2, and is restored to commit 1; the other saves the commit 2 that follows."""
+
+    def commit(state: State, value: int) -> None:
+        state.own = [value]
+        state.commit()
+
+    path = tmp_path / "saved"
+    ranks = Ranks(tmp_path, monkeypatch)
+    try:
+        states = ranks.restored(path)
+        for state in states:
+            commit(state, 1)
+            state.save(path)
+        commit(states[0], 2)
+        states[0].save(path)
+        states = ranks.restored(path)
+        assert [state.own for state in states] == [[1], [1]]
+        for state in states:
+            commit(state, 3)
+        states[1].save(path)
+    finally:
+        ranks.close()
+    others = Ranks(tmp_path, monkeypatch)
+    try:
+        assert [(state.own, state.commits) for state in others.restored(path)] == [([1], 1)] * 2
+    finally:
+        others.close()

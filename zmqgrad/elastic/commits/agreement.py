@@ -36,6 +36,7 @@ class Inventory(msgspec.Struct, frozen=True):
         whole: the newest commit that it knows to have been whole.
         endpoints, incarnation: where its parts can be fetched.
         host: on which it is.
+        origin: a random number.
     """
 
     parts: tuple[PartId, ...] = ()
@@ -44,6 +45,7 @@ class Inventory(msgspec.Struct, frozen=True):
     endpoints: tuple[str, ...] = ()
     incarnation: int = 0
     host: str = ""
+    origin: int = 0
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -54,12 +56,14 @@ class Choice(msgspec.Struct, frozen=True):
         shards: how many sharded parts it has.
         commit: where it is in memory; None: it is on disk, or there is none.
         missing: ranks of which no node has the part. There was a whole commit, and it is not to be had.
+        origin: of the commits that follow: a number that only those of this restore have; 0: not known.
     """
 
     number: int = 0
     shards: int = 0
     commit: CommitId | None = None
     missing: tuple[int, ...] = ()
+    origin: int = 0
 
 
 def choose(inventories: Sequence[Inventory]) -> Choice:
@@ -78,9 +82,9 @@ def choose(inventories: Sequence[Inventory]) -> Choice:
         if whole is not None and commit < whole:
             break
         if ranks[commit].issuperset([REPLICATED, *range(shards[commit])]):
-            return Choice(commit.number, shards[commit], commit)
+            return Choice(commit.number, shards[commit], commit, origin=inventories[0].origin)
     saved = set.intersection(*(set(inventory.saved) for inventory in inventories))
     if saved or whole is None:
-        return Choice(max(saved, default=0))
+        return Choice(max(saved, default=0), origin=inventories[0].origin)
     missing = {REPLICATED, *range(shards.get(whole, 0))} - ranks[whole]
     return Choice(missing=tuple(sorted(missing)))

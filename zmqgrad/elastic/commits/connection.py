@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import socket
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -181,7 +182,7 @@ class OwnCommits(Commits):
     def restore(self, saved: tuple[int, ...], seconds: float) -> Choice:
         choice = self._holder.restore(0, saved, Deadline.after(seconds))
         shards = self.place.world_size if choice.shards else 0
-        return msgspec.structs.replace(choice, shards=shards)
+        return msgspec.structs.replace(choice, shards=shards, origin=0)  # other ranks have another
 
     def open(self, rank: int, seconds: float) -> Part:
         segment, offset, size = self._holder.open(self._own(rank), Deadline.after(seconds))
@@ -209,6 +210,7 @@ class AgentCommits(Commits):
         self.place = place
         self._requests = itertools.count()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        weakref.finalize(self, self._socket.close)
         try:
             self._socket.settimeout(REPLY_SECONDS)
             self._socket.connect(path)

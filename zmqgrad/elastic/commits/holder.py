@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import secrets
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -238,7 +239,7 @@ class Holder:
                 assert round.choice is not None
                 return round.choice
             saved_here = set.intersection(*map(set, round.saved.values()))
-            own = Inventory(tuple(self._parts), tuple(saved_here), self._whole)
+            own = Inventory(tuple(self._parts), tuple(saved_here), self._whole, origin=secrets.randbits(63))
         try:
             inventories = round.peers.exchange(restores, own, deadline)
         except CommitError as error:

@@ -82,6 +82,7 @@ class State:
             "_lock": threading.Lock(),  # held during a call
             "_commits": None,
             "_number": 0,
+            "_origin": 0,
             "_maps": {},
             "_last": {},
             "_restored": [],
@@ -95,6 +96,7 @@ class State:
     _lock: threading.Lock
     _commits: Commits | None
     _number: int
+    _origin: int
     _maps: dict[int, mmap.mmap]
     _last: dict[int, memoryview]
     _restored: list[memoryview]  # unmapped after the next commit: that takes a third of the time of copying
@@ -155,16 +157,17 @@ class State:
             parts = []
             room = commits.begin(number, size, timeout)
             target = self._mapped(room.segment, room.fd, room.size)
-            self._object("_last", {})
+            last: dict[int, memoryview] = {}
             offset = 0
             for rank, section in sections.items():
                 view = target[offset : offset + section.size]
                 section.write_to(view)
                 parts.append((rank, offset, section.size))
-                self._last[rank] = view
+                last[rank] = view
                 offset += section.size
             commits.commit(number, self._shards, parts)
             self._object("_number", number)
+            self._object("_last", last)
             self._restored.clear()
             return number
 
@@ -237,6 +240,7 @@ class State:
             saved = files.whole(Path(path)) if path is not None else {}
             choice = commits.restore(tuple(saved), timeout)
             self._object("_number", choice.number)
+            self._object("_origin", choice.origin)
             self._object("_last", {})
             if not choice.number:
                 return False
@@ -303,7 +307,8 @@ class State:
         written is removed once a newer one is whole.
 
         Raises:
-            CommitError: if nothing was committed here, or it cannot be written.
+            CommitError: if nothing was committed here, or it cannot be written; or if a newer commit is
+                there, which is of another job then.
         """
         with self._lock:
             commits = self._commits
@@ -311,11 +316,18 @@ class State:
                 raise CommitError("save() writes the newest commit: call commit() first")
             rank = commits.place.rank
             owners = [REPLICATED] * (rank == 0) + [rank] * bool(self._cuts)
+            if not self._last.keys() >= set(owners):
+                raise CommitError("save() writes a commit that was made here: call commit() first")
+            directory, newest = Path(path), files.newest(Path(path)) if owners else 0
+            if newest > self._number:
+                raise CommitError(
+                    f"{path} has commit {newest}, and commit {self._number} is to be saved there: another "
+                    "job has saved it, or this one began without it. Give each job a directory of its own, "
+                    "and pass it to restore(); or remove the files"
+                )
             for owner in owners:
-                if owner not in self._last:
-                    raise CommitError("save() writes a commit that was made here: call commit() first")
-                files.write(Path(path), self._number, owner, self._shards, self._last[owner])
-            files.remove_older(Path(path), owners)
+                files.write(directory, self._number, owner, self._shards, self._origin, self._last[owner])
+            files.remove_older(directory, owners)
 
 
 def _codec() -> Any:
