@@ -366,6 +366,7 @@ def test_the_first_failure_determines_the_report(script: Path, others: str) -> N
         (signal.SIGINT, ""),
         (signal.SIGTERM, ""),
         (signal.SIGHUP, ""),
+        (signal.SIGQUIT, ""),
         (signal.SIGINT, "stubborn"),
         (signal.SIGTERM, "stubborn"),
     ],

@@ -68,6 +68,7 @@ def test_rule_2_the_last_worker_may_be_the_one_that_fails(three: Supervisor) -> 
         (signal.SIGINT, signal.SIGINT, 130),
         (signal.SIGTERM, signal.SIGTERM, 143),
         (signal.SIGHUP, signal.SIGTERM, 129),
+        (signal.SIGQUIT, signal.SIGTERM, 131),
         (signal.SIGPIPE, signal.SIGTERM, 141),
     ],
 )

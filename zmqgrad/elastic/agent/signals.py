@@ -8,11 +8,11 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class SignalInbox:
-    """While entered, queues SIGINT, SIGTERM and SIGHUP; the exit of a child wakes a select.
+    """While entered, queues SIGINT, SIGTERM, SIGHUP and SIGQUIT; the exit of a child wakes a select.
 
     Python handles signals on the main thread only; on another one, this queues nothing.
     """
