@@ -253,3 +253,28 @@ def test_a_copy_of_a_node_that_is_ahead_survives_the_restore(holder: Holder) -> 
     holder.restore(0, (), NOW)
     with holder.reading(part) as data:
         assert data == b"ahead"
+
+
+class Counting(Nodes):
+    """Nodes that keep what is reported."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__(holder)
+        self.reported: list[CommitId] = []
+
+    def report(self, commit: CommitId) -> None:
+        self.reported.append(commit)
+
+
+def test_a_commit_that_is_made_again_counts_once(holder: Holder) -> None:
+    """The call of a rank was interrupted after the holder had it. Others must make it before it is whole."""
+    peers = Counting(holder)
+    holder.begin_round(0, [0, 1], peers)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rank: holder.restore(rank, (), soon()), [0, 1]))
+    for rank in (0, 1, 0, 0):
+        write(holder, rank, 1, b"one")
+    assert [commit.number for commit in peers.reported] == [1]
+    holder.on_whole(peers.reported[0])
+    write(holder, 1, 2, b"two")
+    assert [commit.number for commit in peers.reported] == [1], "rank 0 has not made commit 2"

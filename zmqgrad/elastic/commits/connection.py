@@ -210,7 +210,7 @@ class AgentCommits(Commits):
         self.place = place
         self._requests = itertools.count()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        weakref.finalize(self, self._socket.close)
+        weakref.finalize(self, self._socket.close).atexit = False  # a program may commit at exit
         try:
             self._socket.settimeout(REPLY_SECONDS)
             self._socket.connect(path)

@@ -141,7 +141,8 @@ class _Round:
     error: CommitError | None = None  # of the last one
     lost: str = ""  # why the newest whole commit cannot be restored
     nodes: dict[PartId, int] = field(default_factory=dict)  # where the parts of the choice are
-    made: set[int] = field(default_factory=set)  # ranks that have made the next commit
+    made: set[int] = field(default_factory=set)  # ranks that have made the commit after ``reported``
+    reported: int = 0  # number of the newest commit that all ranks of this node have made
     ended: bool = False
 
     def commit(self, number: int) -> CommitId:
@@ -264,7 +265,7 @@ class Holder:
             round.nodes = {part: node for node, each in enumerate(inventories) for part in each.parts}
             round.attempts, round.error, round.restores = attempts + 1, None, restores + 1
             round.lost = ""
-            round.saved, round.made = {}, set()
+            round.saved, round.made, round.reported = {}, set(), choice.number
             # Not those that a node which is ahead has made since.
             self._drop(lambda part: part.commit != choice.commit and part.commit < round.commit(0))
             self._changed.notify_all()
@@ -376,12 +377,12 @@ class Holder:
                 if data is not None:
                     round.peers.copy(PartId(commit, rank, shards), data)
         with self._lock:
-            if round.commit(number) != commit:
-                return
+            if round.commit(number) != commit or number <= round.reported:
+                return  # a rank whose commit() was interrupted makes the same one again
             round.made.add(rank)
             done = round.made == round.ranks
             if done:
-                round.made = set()
+                round.made, round.reported = set(), number
         if done:
             round.peers.report(commit)
 
