@@ -251,6 +251,18 @@ def test_two_of_three_members_are_away_for_a_while(cluster: EtcdCluster, store: 
     assert store.get("k") == b"3"
 
 
+def test_a_database_that_is_full_refuses_changes_at_once() -> None:
+    """Until an operator has made room: no call waits for that until its timeout."""
+    with (
+        EtcdCluster(1, ["--quota-backend-bytes", "2000000"]) as full,
+        EtcdStore(full.endpoint, "job", PATIENCE) as store,
+    ):
+        store.set("small", "1")
+        with pytest.raises(StoreError, match=r"refused: .*database space exceeded.*alarm disarm"):
+            [store.set(f"large {n}", secrets.token_bytes(500_000)) for n in range(20)]
+        assert store.get("small") == b"1"
+
+
 def test_nothing_replies(cluster: EtcdCluster) -> None:
     with (
         EtcdStore("127.0.0.1:9", "job", 0.5) as store,

@@ -42,6 +42,9 @@ API_PATH = "/v3/"
 NO_TOKEN = ("invalid auth token", "user name is empty", "revision of auth store is old")
 """How etcd refuses a request that has to log in anew: a member has restarted, or users have changed."""
 
+NO_SPACE = "database space exceeded"
+"""How every member refuses changes until an operator has made room, and has disarmed the alarm."""
+
 CONNECTIONS = 64
 """HTTP connections that are kept open to each member."""
 
@@ -444,9 +447,12 @@ def _as_refusal(error: Exception) -> EtcdRefusedError | None:
         reply = json.loads(getattr(error, "detail_text", None) or "null")
     except ValueError:
         return None
-    if not isinstance(reply, dict) or reply.get("code") not in (INVALID, NOT_FOUND, DENIED, OUT_OF_RANGE):
+    if not isinstance(reply, dict) or not isinstance(code := reply.get("code"), int):
         return None
-    return EtcdRefusedError(str(reply.get("message") or reply.get("error")), reply["code"])
+    text = str(reply.get("message") or reply.get("error"))
+    if NO_SPACE in text:
+        return EtcdRefusedError(f"{text}. Free it: etcdctl compact, defrag, and alarm disarm", code)
+    return EtcdRefusedError(text, code) if code in (INVALID, NOT_FOUND, DENIED, OUT_OF_RANGE) else None
 
 
 def _describe(error: Exception) -> str:
