@@ -429,6 +429,7 @@ def test_adds_of_many_threads_add_up(store: Store, in_thread: Callable[..., Prom
         (lambda s: s.set_timeout(None), TypeError, "not NoneType"),
         (lambda s: s.set("k" * (MAX_KEY + 1), ""), ConfigurationError, f"at most {MAX_KEY}"),
         (lambda s: s.set("\ud800", ""), ConfigurationError, "unpaired surrogate"),
+        (lambda s: s.set("k", "\ud800"), ConfigurationError, "no Unicode text"),
     ],
 )
 def test_wrong_arguments_are_named(

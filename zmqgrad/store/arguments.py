@@ -77,7 +77,12 @@ def as_value(value: object) -> bytes:
     """
     if not isinstance(value, bytes):
         if isinstance(value, str):
-            value = value.encode()
+            try:
+                value = value.encode()
+            except UnicodeEncodeError as e:
+                raise ConfigurationError(
+                    f"a value that is no Unicode text: {value[:40]!r}. Pass bytes, or replace its surrogates"
+                ) from e
         elif isinstance(value, (bytearray, memoryview)):
             value = bytes(value)
         else:
