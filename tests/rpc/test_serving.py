@@ -137,6 +137,17 @@ def test_a_call_over_time_is_cancelled_and_can_make_no_more(pair: Cluster, clock
     assert "nobody waits any more" in str(stage.seen[1])
 
 
+def test_what_makes_a_value_goes_on_making_calls_after_its_time(pair: Cluster, clock: ManualClock) -> None:
+    made = rpc.remote(1, stop_and_look, timeout=5)
+    assert stage.running.wait(WAIT)
+    clock.advance(6)
+    with pytest.raises(RpcTimeoutError):
+        made.to_here()
+    stage.go_on.set()
+    pair.network.wait_sent(MessageType.REMOTE_RESULT)
+    assert stage.seen == [(True, 0.0), 20.0]  # its call has the default timeout of its own worker
+
+
 def test_a_queued_call_whose_time_is_over_is_not_run(pair: Cluster, clock: ManualClock) -> None:
     with pair.network.hold(MessageType.CANCEL):  # so that the callee has nothing but its own clock
         first = rpc.rpc_async(1, stop_and_look, timeout=0)

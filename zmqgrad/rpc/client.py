@@ -36,7 +36,7 @@ from zmqgrad.rpc.calls import (
     refused_wait,
 )
 from zmqgrad.rpc.core import WorkerCore
-from zmqgrad.rpc.in_flight import time_left
+from zmqgrad.rpc.in_flight import time_left_for_calls
 from zmqgrad.rpc.membership.membership import WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.peer_contexts import PeerContexts
@@ -99,7 +99,8 @@ class Client:
     def resolve_timeout(self, timeout: Any) -> float:
         """Resolve a ``timeout`` argument: seconds, 0 for no limit, -1 for the worker's default.
 
-        Inside a call that is served here, the result is at most the time left of that call.
+        Inside a call that is served here, the result is at most the time left of that call, unless
+        ``remote`` made it.
 
         Returns:
             Seconds; 0 for no limit.
@@ -109,7 +110,7 @@ class Client:
             RpcTimeoutError: if the served call has no time left.
         """
         seconds = self._worker.default_timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
-        left = time_left()
+        left = time_left_for_calls()
         if left == math.inf:
             return seconds
         if left == 0.0:

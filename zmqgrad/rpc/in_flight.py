@@ -14,19 +14,32 @@ from contextvars import ContextVar, Token
 
 from zmqgrad.runtime.clock import Clock, Deadline
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import Message
+from zmqgrad.wire.messages import Message, RemoteCall
 
 
 class InFlightRequest:
     """One request of a peer, from its arrival to its reply."""
 
-    __slots__ = ("cancelled", "clock", "deadline", "ended", "is_deferred", "message_id", "source")
+    __slots__ = (
+        "cancelled",
+        "clock",
+        "deadline",
+        "ended",
+        "is_deferred",
+        "makes_value",
+        "message_id",
+        "source",
+    )
 
-    def __init__(self, source: int, message_id: int, deadline: float, clock: Clock) -> None:
+    def __init__(
+        self, source: int, message_id: int, deadline: float, clock: Clock, makes_value: bool = False
+    ) -> None:
         self.source = source
         self.message_id = message_id
         self.deadline = deadline
         self.clock = clock
+        self.makes_value = makes_value
+        """Whether its function makes the value of an RRef, which others than its caller may wait for."""
         self.cancelled = False
         self.ended = False
         """Whether it has its reply. Callbacks that its function has added may still run."""
@@ -73,7 +86,8 @@ class InFlightRequests:
         if seconds is None:
             return None
         deadline = self._clock.now() + seconds if seconds else math.inf
-        request = InFlightRequest(envelope.source, envelope.message_id, deadline, self._clock)
+        makes_value = isinstance(message, RemoteCall)
+        request = InFlightRequest(envelope.source, envelope.message_id, deadline, self._clock, makes_value)
         self._requests[envelope.message_id] = request
         return request
 
@@ -153,6 +167,16 @@ def time_left() -> float:
     """
     request = served()
     return math.inf if request is None else request.left()
+
+
+def time_left_for_calls() -> float:
+    """Seconds that calls of the calling thread may take: what is left of the call that it serves.
+
+    Infinite if that makes the value of an RRef: others may wait for it, or nobody, as with a function that
+    ``remote`` starts and that trains for hours.
+    """
+    request = served()
+    return math.inf if request is None or request.makes_value else request.left()
 
 
 def is_serving() -> bool:
