@@ -16,7 +16,7 @@ import torch
 
 from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
-from zmqgrad.errors import ClosedError, NotInitializedError
+from zmqgrad.errors import ClosedError, NotInitializedError, UnknownWorkerError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import make_worker
@@ -114,6 +114,30 @@ def test_an_interrupt_at_any_moment_loses_no_reply_channel(
     for worker in pair:
         worker.close("the test is over")
         assert worker.join(Deadline.after(WAIT)) == []
+
+
+def test_a_call_of_a_signal_handler_that_fails_does_not_end_the_call_that_it_interrupts(
+    pair: list[Worker],
+) -> None:
+    failed = 0
+
+    def handle() -> None:
+        nonlocal failed
+        with pytest.raises(UnknownWorkerError):
+            rpc.rpc_sync("nobody", len, args=("abc",))
+        failed += 1
+
+    send = pair[0].mailbox.send
+
+    def interrupted_send(*args: Any, **kwargs: Any) -> None:
+        send(*args, **kwargs)
+        if not failed:
+            handle()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair[0].mailbox, "send", interrupted_send)
+        assert rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT) == 3
+    assert failed == 1
 
 
 used: list[int] = []

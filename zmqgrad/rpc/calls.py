@@ -94,6 +94,7 @@ class PendingCall:
         port: where the calling thread waits for the reply.
         future: set if the calling thread does not wait.
         claimant: the thread that is to wait, until it begins to.
+        claim: a number that is higher than those of earlier claims.
     """
 
     message_id: int
@@ -107,6 +108,7 @@ class PendingCall:
     port: ReplyPort
     future: RpcFuture[Any] | None = None
     claimant: int = 0
+    claim: int = 0
 
     @property
     def makes_value(self) -> bool:

@@ -6,6 +6,7 @@ deadline, the loss of the peer, cancellation or shutdown (docs/guarantees.md, P3
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -86,6 +87,7 @@ class Client:
         self._context_for = contexts.for_calls
         self._references = references
         self.pending = PendingCalls()
+        self._claims = itertools.count()
         self._counting = threading.Lock()  # guards the next two
         self.sent = 0
         self.perhaps_sent = 0
@@ -305,7 +307,7 @@ class Client:
         if span is not None:
             call.promise.add_done_callback(partial(_end_span, span))
         if waits:
-            call.claimant = threading.get_ident()
+            call.claimant, call.claim = threading.get_ident(), next(self._claims)
         was_counted = was_sent = False
         try:
             self.pending.add(call)
@@ -480,21 +482,27 @@ class Client:
 
         An interrupt at any moment gives the call up.
         """
-        call = None
+        call, before = None, next(self._claims)
         try:
             call = send()
             return self.wait(call)
         except BaseException:
             if may_wait_for_others():  # otherwise the callee is to run it all the same
-                self._give_up_begun(call)
+                self._give_up_begun(call, before)
             raise
         finally:
             del call  # the traceback of an error refers to this frame: avoid a reference cycle
 
-    def _give_up_begun(self, call: PendingCall | None) -> None:
-        """Give up ``call``; None: that of this thread, if an interrupt came while it was being returned."""
+    def _give_up_begun(self, call: PendingCall | None, before: int) -> None:
+        """Give up ``call``; None: that of this thread, if an interrupt came while it was being returned.
+
+        A call that was claimed ``before`` is not it: a signal handler, whose call has failed, interrupts it.
+        """
+        if call is not None:
+            self.give_up(call)
+            return
         me = threading.get_ident()
-        for begun in [each for each in self.pending.all() if each.claimant == me] if call is None else [call]:
+        for begun in [each for each in self.pending.all() if each.claimant == me and each.claim > before]:
             self.give_up(begun)
 
     def give_up(self, call: PendingCall) -> None:
