@@ -380,6 +380,12 @@ def test_nested_tensors_are_refused_where_they_are_sent(beside: list[torch.Tenso
         encode_tensors([*beside, nested], [])
 
 
+@pytest.mark.parametrize("beside", [[], [torch.ones(2)]])
+def test_mkldnn_tensors_are_refused_where_they_are_sent(beside: list[torch.Tensor]) -> None:
+    with pytest.raises(PayloadError, match=r"layout torch\._mkldnn: send t\.to_dense\(\)"):
+        encode_tensors([*beside, torch.ones(2, 3).to_mkldnn()], [])
+
+
 # ---- tensors without memory ------------------------------------------------------------------------------
 
 

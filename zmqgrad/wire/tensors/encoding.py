@@ -59,6 +59,8 @@ def encode_tensors(
                 "cannot send a nested tensor of layout torch.strided: send its components "
                 "(t.unbind()), or create it with layout=torch.jagged"
             ) from e
+        if any([t.is_mkldnn for t in tensors]):
+            raise PayloadError("cannot send a tensor of layout torch._mkldnn: send t.to_dense()") from e
         raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
 
 
