@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.errors import ConfigurationError, PeerLostError
+from zmqgrad.errors import AutogradError, ConfigurationError, PeerLostError
 from zmqgrad.optim import DistributedLRScheduler, DistributedOptimizer, clip_grad_norm
 from zmqgrad.testing import Cluster, cluster
+from zmqgrad.wire.messages import MessageType
 
 
 @pytest.fixture
@@ -388,6 +390,18 @@ def test_a_step_outside_its_context_is_an_error(c: Cluster) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [p], lr=1.0)
     with pytest.raises(RuntimeError, match="Could not find autograd context with id: 12345"):
         optimizer.step(12345)
+
+
+def test_a_context_that_was_left_is_an_error_though_an_owner_does_not_know_yet(c: Cluster) -> None:
+    p = rpc.remote(1, make, (0,))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [p], lr=1.0)
+    with c.network.hold(MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ):
+        with context() as ctx:
+            backward(ctx, [p.to_here().sum()])
+        for late in (partial(optimizer.step, ctx), partial(clip_grad_norm, ctx, [p], 1.0)):
+            with pytest.raises(AutogradError, match="has been released"):
+                late()
+        torch.testing.assert_close(p.to_here(), make(0))
 
 
 def test_others_step_though_an_owner_is_gone(c: Cluster) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zmqgrad.autograd.api import gradients_of
+from zmqgrad.autograd.api import get_context, gradients_of
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.optim.owners import call_owners, group_by_owner, local_values
 from zmqgrad.rpc import RRef
@@ -62,6 +62,7 @@ def clip_grad_norm(
 
     Raises:
         ConfigurationError: if there are no references.
+        AutogradError: if the context is not known here, for example because its block has been left.
         RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
         Exception: the error of an owner.
 
@@ -76,6 +77,7 @@ def clip_grad_norm(
     owners = group_by_owner(params_rref)
     if not owners:
         raise ConfigurationError("clip_grad_norm got an empty parameter list")
+    get_context(context_id)  # an owner may learn later that it has been released
     norms = call_owners(_norm, {owner: (context_id, params, norm_type) for owner, params in owners.items()})
     by_owner = torch.tensor(list(norms.values()), dtype=torch.float64)
     total: torch.Tensor = torch.linalg.vector_norm(by_owner, norm_type)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from zmqgrad.autograd.api import get_context
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.optim.groups import ParamGroup, RemoteParameters
 from zmqgrad.optim.local import Group, LocalOptimizer, Sharing, make
@@ -110,9 +111,11 @@ class DistributedOptimizer:
             returned, as in torch.
 
         Raises:
+            AutogradError: if the context is not known here, for example because its block has been left.
             Exception: the error of the step on an owner, with the owner's name. The other owners complete
                 their steps. If several steps failed, the cause of the exception lists the others.
         """
+        get_context(context_id)  # an owner may learn later that it has been released
         loss = None if closure is None else closure()
         owners = call_method(self._locals, "step", context_id)
         if not self._how[-1].versions:
