@@ -357,7 +357,7 @@ class MailboxContract:
         for i in range(5):
             a.mailbox.send(1, HELLO, i)
         b.take(5)
-        assert office.looked_up == [1]
+        assert office.looked_up.count(1) == 1  # b may have looked up a, to acknowledge
 
     def test_an_unknown_peer_is_an_error_and_may_become_known(self, office: Office) -> None:
         a = office.open(0)
