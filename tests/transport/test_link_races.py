@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import eventually
-from tests.transport.contract import Box, Office, acquire, office_of
+from tests.transport.contract import HELLO, Box, Office, acquire, office_of
 from tests.transport.test_contract import OverArena, OverZmq
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
@@ -658,3 +658,31 @@ def test_no_send_waits_for_a_receiver_that_accepts_no_connection(
         assert time.monotonic() - began < local_connection.CONNECT_SECONDS
     b.mailbox.start(b.arrived.put, office.resolve)
     assert [inbound.envelope.message_id for inbound in b.take(sent)] == list(range(sent))
+
+
+def test_what_is_read_while_a_mailbox_closes_is_not_malformed() -> None:
+    """1. Many messages are queued. 2. The reading thread has a message of a burst in hand.
+    3. The mailbox is closed. 4. The reading thread goes on with the rest of the burst.
+    """
+    reached, closed, arrived = threading.Event(), threading.Event(), 0
+
+    def handle(_: Inbound) -> None:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 10:
+            reached.set()
+            assert closed.wait(20)
+
+    with office_of(OverArena()) as office:
+        a, gate = office.open(0), Gate()
+        b = office.open(1, lambda inbound: handle(inbound) if gate.opened.is_set() else gate(inbound))
+        a.mailbox.send(1, HELLO, 0)
+        assert gate.entered.acquire(timeout=20)
+        for number in range(1, 33):
+            a.mailbox.send(1, HELLO, number, [bytes(20 << 10)])
+        gate.opened.set()
+        assert reached.wait(20)
+        b.mailbox.close()
+        closed.set()
+        assert b.mailbox.join(Deadline.after(20)) == []
+        assert b.mailbox.statistics()["malformed"] == 0

@@ -137,8 +137,12 @@ class DataPlane:
         self.send_window.forget(peer)  # last: threads that wait for it now fail
 
     def close(self) -> None:
-        """Stops sharing, waiting and pooling. Tensors that were received stay valid. Idempotent."""
+        """Stops sharing and waiting. What is still read can be opened. Idempotent."""
         self.send_window.close()
+        self.shared_memory.stop()
+
+    def drop_received(self) -> None:
+        """Drops what was received, once nothing is read any more. Tensors stay valid. Idempotent."""
         self.shared_memory.close()
         self.reassembler.close()
 

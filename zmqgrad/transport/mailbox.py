@@ -544,6 +544,7 @@ class ZmqMailbox(Mailbox):
                 return left
         if not self._channels.join(deadline.timeout()):
             return [f"{self._name}-channels"]
+        self._plane.drop_received()  # now that no thread reads: else what it has in hand seemed malformed
         for link in self._links.all():
             self._links.shut(link)  # a send that raced with close may have connected
         # term() has no timeout, and would wait for a socket that was left open.

@@ -343,12 +343,16 @@ class SharedMemoryTransport:
         self._mapped_blocks.forget(peer)
         self._arena.forget(peer)
 
-    def close(self) -> None:
-        """Stop leasing and releasing. Tensors that were received stay valid. Idempotent."""
+    def stop(self) -> None:
+        """Stop leasing and releasing. What was received can still be opened. Idempotent."""
         self._closed = True
-        self._mapped_blocks.close()
         self._copier.close()
         self._arena.close()
+
+    def close(self) -> None:
+        """As :meth:`stop`, once nothing is read any more. Tensors that were received stay valid."""
+        self.stop()
+        self._mapped_blocks.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for threads. Returns the names of those that have not ended by ``deadline``."""
