@@ -109,6 +109,32 @@ def test_a_future_that_the_program_has_set_does_not_end_what_closes(reading: Rea
     assert (first.wait(), second.done()) == ("by hand", True)
 
 
+@pytest.mark.parametrize("called_back", [False, True])
+def test_a_reply_that_arrives_while_the_threads_end_completes_its_future(
+    called_back: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1. The reader finds the queue open. 2. The queue and the pool are closed. 3. The reader submits."""
+    pool = ThreadPool("test", 1)
+
+    def submit(task: Task) -> None:
+        queue.close()
+        pool.close()
+        pool.submit(task)
+
+    queue = CompletionQueue(submit, lambda seconds, job: None, Promise.result)
+    reply: Promise[Any] = Promise()
+    future: RpcFuture[Any] = RpcFuture(reply, queue)
+    seen: list[Any] = []
+    if called_back:
+        future.add_done_callback(lambda done: seen.append(done.wait()))
+    reply.add_done_callback(future.on_reply)
+    reply.set_result("value")
+    queue.finish()
+    assert (future.done(), future.wait(), seen) == (True, "value", ["value"] * called_back)
+    assert caplog.text == ""  # nobody is told that something failed
+    assert pool.join(Deadline.after(WAIT)) == []
+
+
 def test_a_reply_may_be_read_while_its_future_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a reader that then has nothing else to do, and no thread waits for the future."""
     with two_workers() as (worker, _):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zmqgrad.errors import ArgumentTypeError, RpcError
+from zmqgrad.errors import ArgumentTypeError, ClosedError, RpcError
 from zmqgrad.rpc.calls import Description, describe, refused_wait
 from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
 from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
@@ -320,13 +320,24 @@ class CompletionQueue:
         """Add a future whose reply has arrived, in the thread that read it."""
         if future.called_back and not self._closed:
             self._own_tasks[future] = None
-            self._submit(partial(self._complete_in_own_task, future))
+            self._submit_unless_closing(partial(self._complete_in_own_task, future))
             return
         self._ready.append(future)
         if self._closed:  # finish() may have run already
             self.finish()
         elif not future.batched:
             self._submit_run()
+
+    def _submit_unless_closing(self, task: Task) -> bool:
+        """Submit a task. Returns False if the pool was closed since the last look at ``_closed``.
+
+        Then what the task was for was added before, and :meth:`finish`, which is yet to come, completes it.
+        """
+        try:
+            self._submit(task)
+        except ClosedError:
+            return False
+        return True
 
     def _complete_in_own_task(self, future: RpcFuture[Any]) -> None:
         self._own_tasks.pop(future, None)
@@ -352,11 +363,12 @@ class CompletionQueue:
         if not running.acquire(blocking=False):
             self._schedule_check()
             return
+        submitted = False
         try:
-            self._submit(partial(self._run, running))
-        except BaseException:
-            running.release()
-            raise
+            submitted = self._submit_unless_closing(partial(self._run, running))
+        finally:
+            if not submitted:
+                running.release()
 
     def _schedule_check(self) -> None:
         """Check later whether the task that is running is stuck."""
