@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -497,4 +498,16 @@ def test_large_messages_go_with_the_others_if_the_port_cannot_be_reached(
         either.send(i, some(2, i))
         assert either.take().frames[0] == some(2, i)
     assert either.records == []
+    assert caplog.text.count("was not connected within") == 1
+
+
+def test_of_many_threads_that_wait_for_a_channel_in_vain_one_says_so(
+    either: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transport, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(transport, "bulk_endpoint", lambda endpoint, port: "tcp://127.0.0.1:1")
+    with ThreadPoolExecutor(4) as threads:
+        sent = [threads.submit(either.send, i, some(2)) for i in range(4)]
+        for _ in sent:
+            either.take()
     assert caplog.text.count("was not connected within") == 1

@@ -187,13 +187,15 @@ class SealedTransport:
 
     def _wait(self, channel: _Channel) -> bool:
         if not channel.settled.wait_done(CONNECT_SECONDS):
-            channel.slow = True
-            logger.warning(
-                "%s: a channel for large messages was not connected within %.1f s; until it is, they "
-                "share the connection of the others: these wait, and with a secret CURVE is slower",
-                self._name,
-                CONNECT_SECONDS,
-            )
+            with self._lock:
+                known, channel.slow = channel.slow, True
+            if not known:
+                logger.warning(
+                    "%s: a channel for large messages was not connected within %.1f s; until it is, they "
+                    "share the connection of the others: these wait, and with a secret CURVE is slower",
+                    self._name,
+                    CONNECT_SECONDS,
+                )
         return channel.is_connected()
 
     def _open(self, peer: int) -> _Channel | None:
