@@ -35,11 +35,14 @@ READY, BEGIN = b"ready", b"begin"
 STACKS = 5.0
 """Seconds that a process has to write down its stacks."""
 
-# Each process is a fork of one that has imported what is large, and not ours: a fresh interpreter would take
-# seconds of processor time to import torch, what torch's optimizers import, and what its assert_close does.
+# Each process is a fork of one that has imported what is large: a fresh interpreter would take seconds of
+# processor time to import torch, what torch's optimizers import, and what its assert_close does.
 LARGE = ("cloudpickle", "hypothesis", "msgspec", "pytest", "zmq", "torch._dynamo", "torch.distributed.tensor")
+OURS = ("zmqgrad.autograd", "zmqgrad.nn", "zmqgrad.optim", "zmqgrad.rpc")
+"""They read the environment when they are used, not when they are imported."""
+
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(list(LARGE))
+forkserver.set_forkserver_preload([*LARGE, *OURS, "tests.support.frozen"])
 
 
 class ProcessFailure(AssertionError):
