@@ -42,7 +42,6 @@ KINDS = [
     "prefix of file",
     "prefix of prefix",
     pytest.param("etcd", marks=[pytest.mark.processes, needs_etcd]),
-    pytest.param("prefix of etcd", marks=[pytest.mark.processes, needs_etcd]),
 ]
 
 
@@ -399,12 +398,15 @@ def test_timeout_zero_checks_once(store: Store) -> None:
 
 
 def test_adds_of_many_threads_add_up(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:
-    def add_many() -> list[int]:
-        return [store.add("n", 1) for _ in range(50)]
+    # In etcd, all but one of those that add at a time must try again.
+    threads, times = (3, 20) if isinstance(store, EtcdStore) else (8, 50)
 
-    outcomes = [in_thread(add_many) for _ in range(8)]
+    def add_many() -> list[int]:
+        return [store.add("n", 1) for _ in range(times)]
+
+    outcomes = [in_thread(add_many) for _ in range(threads)]
     sums = [n for outcome in outcomes for n in outcome.wait(PATIENCE)]
-    assert sorted(sums) == list(range(1, 401))
+    assert sorted(sums) == list(range(1, threads * times + 1))
 
 
 # ---- arguments --------------------------------------------------------------------------------------------
