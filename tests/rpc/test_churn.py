@@ -15,7 +15,7 @@ from zmqgrad import autograd, rpc
 from zmqgrad.errors import PayloadError, RpcTimeoutError, UnknownWorkerError
 from zmqgrad.testing import Cluster, cluster
 
-OFTEN = 200
+OFTEN = 100
 
 
 @pytest.fixture
