@@ -21,6 +21,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.support import processes
 from tests.support.leaks import REGISTRIES, Bomb, Watcher
 from zmqgrad.runtime.clock import ManualClock
 
@@ -80,6 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    processes.preload()  # tools.bench has asked for its own modules
     _spare_modules()
 
 

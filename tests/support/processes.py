@@ -42,7 +42,14 @@ OURS = ("zmqgrad.autograd", "zmqgrad.nn", "zmqgrad.optim", "zmqgrad.rpc")
 """They read the environment when they are used, not when they are imported."""
 
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload([*LARGE, *OURS, "tests.support.frozen"])
+
+
+def preload() -> None:
+    """Have processes be forks of one that has imported all this, not what another module has asked for."""
+    forkserver.set_forkserver_preload([*LARGE, *OURS, "tests.support.frozen"])
+
+
+preload()
 
 
 class ProcessFailure(AssertionError):
