@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.support.interpreter import run_python
+from tests.support.interpreter import Ended, run_forks, run_python
 
-pytestmark = pytest.mark.slow  # each imports torch
+pytestmark = pytest.mark.slow  # they import torch
 
 SETUP = """
 import os, pickle, sys, warnings
 warnings.filterwarnings("ignore", module="torch")
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 warnings.filterwarnings("ignore", category=FutureWarning)
-import torch
+import sympy, torch  # which torch.distributed.nn imports, and takes most of its time
 """
 
 REPLACED = """
@@ -45,15 +43,20 @@ assert torch.nn.parallel.distributed.RRef is RRef
 """
 
 
-@pytest.mark.parametrize("imported_before", ["", "import torch.distributed.optim, torch.distributed.nn"])
-def test_every_way_to_import_torchs_names_leads_to_ours(imported_before: str) -> None:
-    run_python(
-        f"{SETUP}\n{imported_before}\nimport zmqgrad\nzmqgrad.install()\nzmqgrad.install()\n{REPLACED}"
-    )
-
-
-def test_isinstance_pickles_and_wait_all_behave_as_with_torchs_rpc(tmp_path: Path) -> None:
-    code = """
+PROGRAMS = {
+    "every way to import torch's names leads to ours": f"""
+import zmqgrad
+zmqgrad.install()
+zmqgrad.install()
+{REPLACED}
+""",
+    "also after its own were imported": f"""
+import torch.distributed.optim, torch.distributed.nn
+import zmqgrad
+zmqgrad.install()
+{REPLACED}
+""",
+    "isinstance, pickles and wait_all behave as with torch's RPC": """
 import threading
 old = pickle.dumps(torch._C._distributed_rpc.WorkerInfo)
 
@@ -68,7 +71,7 @@ zmqgrad.install()
 assert pickle.loads(old) is zmqgrad.rpc.WorkerInfo
 import torch.distributed.rpc as rpc
 rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-    init_method=f"file://{sys.argv[1]}"))
+    init_method=f"file://{os.getcwd()}/store"))
 rref = rpc.remote("a", torch.add, (torch.ones(2), 1))
 assert isinstance(rref, torch._C._distributed_rpc.PyRRef) and isinstance(rref, rpc.RRef)
 assert isinstance(rref.owner(), torch._C._distributed_rpc.WorkerInfo)
@@ -90,12 +93,8 @@ finish.set()
 slow.wait()
 rpc.shutdown()
 zmqgrad.uninstall()
-"""
-    run_python(SETUP + code, str(tmp_path / "store"))
-
-
-def test_uninstall_restores_everything() -> None:
-    code = """
+""",
+    "uninstall restores everything": """
 import torch.distributed.rpc
 
 def state():
@@ -115,12 +114,8 @@ assert [sys.modules[n] for n in names] == modules and sys.meta_path == finders
 after = state()
 changed = [key for key, value in before.items() if after.get(key, key) is not value]
 assert not changed, changed
-"""
-    run_python(SETUP + code)
-
-
-def test_what_torch_imported_meanwhile_is_restored_too() -> None:
-    code = """
+""",
+    "what torch imported meanwhile is restored, too": """
 import zmqgrad
 zmqgrad.install()
 import torch.distributed.optim, torch.distributed.nn
@@ -131,12 +126,8 @@ for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "torch"]:
 from torch.distributed.optim import DistributedOptimizer
 assert DistributedOptimizer.__module__ == "torch.distributed.optim.optimizer"
 assert torch.distributed.optim.optimizer.rpc is sys.modules["torch.distributed.rpc"]
-"""
-    run_python(SETUP + code)
-
-
-def test_modules_that_imported_torchs_names_before_are_named_in_one_warning() -> None:
-    code = """
+""",
+    "modules that imported torch's names before are named in one warning": """
 import types
 import torch.distributed.rpc
 library = sys.modules["library.workers"] = types.ModuleType("library.workers")
@@ -146,32 +137,24 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", RuntimeWarning)
     zmqgrad.install()
     zmqgrad.install()
-print(*(w.message for w in caught if w.category is RuntimeWarning), sep="\\n")
-"""
-    lines = run_python(SETUP + code).strip().splitlines()
-    assert len(lines) == 1
-    assert "library.workers (RRef, call)" in lines[0]
-
-
-def test_a_module_that_was_imported_before_works_and_is_restored() -> None:
-    code = """
+(told,) = (str(w.message) for w in caught if w.category is RuntimeWarning)
+assert "library.workers (RRef, call)" in told
+""",
+    "a module that was imported before works and is restored": """
 import torch.distributed.autograd as before_autograd
 import torch.distributed.rpc as before
 theirs = before.init_rpc, before.TensorPipeRpcBackendOptions, before.functions.async_execution
 import zmqgrad, zmqgrad.rpc
 zmqgrad.install()
 options = before.TensorPipeRpcBackendOptions(init_method="file:///tmp/never_opened")
-print(isinstance(options, zmqgrad.rpc.RpcBackendOptions), before.init_rpc is zmqgrad.rpc.init_rpc)
-print(before.functions.async_execution is zmqgrad.rpc.functions.async_execution)
-print(before_autograd.backward is zmqgrad.autograd.backward)
+assert isinstance(options, zmqgrad.rpc.RpcBackendOptions)
+assert before.init_rpc is zmqgrad.rpc.init_rpc
+assert before.functions.async_execution is zmqgrad.rpc.functions.async_execution
+assert before_autograd.backward is zmqgrad.autograd.backward
 zmqgrad.uninstall()
-print(theirs == (before.init_rpc, before.TensorPipeRpcBackendOptions, before.functions.async_execution))
-"""
-    assert run_python(SETUP + code).split() == ["True"] * 5
-
-
-def test_torchs_own_rpc_must_not_be_running() -> None:
-    code = """
+assert theirs == (before.init_rpc, before.TensorPipeRpcBackendOptions, before.functions.async_execution)
+""",
+    "torch's own RPC must not be running": """
 import tempfile
 import torch.distributed.rpc as theirs
 import zmqgrad
@@ -193,12 +176,8 @@ with tempfile.TemporaryDirectory() as folder:
     assert os.waitpid(child, 0)[1] == 0
     theirs.shutdown()
 assert theirs.__name__ == sys.modules["torch.distributed.rpc"].__name__ == "torch.distributed.rpc"
-"""
-    run_python(SETUP + code)
-
-
-def test_a_forked_child_inherits_the_replacement_and_can_undo_its_own() -> None:
-    code = """
+""",
+    "a forked child inherits the replacement and can undo its own": """
 import zmqgrad
 zmqgrad.install()
 child = os.fork()
@@ -209,30 +188,36 @@ if not child:
     os._exit(0 if torch.distributed.rpc is not zmqgrad.rpc else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert torch.distributed.rpc is zmqgrad.rpc
-"""
-    run_python(SETUP + code)
+""",
+    "the environment variable replaces torch's RPC, which was imported before": """
+os.environ["ZMQGRAD_REPLACE_TORCH_RPC"] = "1"
+import zmqgrad
+assert torch.distributed.rpc.__name__ == "zmqgrad.rpc"
+""",
+    "without the variable nothing is replaced": """
+import zmqgrad.rpc
+assert torch.distributed.rpc is not zmqgrad.rpc
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """How the programs have ended."""
+    programs = [(code, {}) for code in PROGRAMS.values()]
+    return dict(zip(PROGRAMS, run_forks(tmp_path_factory.mktemp("forks"), SETUP, programs), strict=True))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_programs_find(ended: dict[str, Ended], name: str) -> None:
+    assert ended[name].code == 0, ended[name].stderr
 
 
 @pytest.mark.parametrize(
-    "imports",
-    [
-        "import torch, zmqgrad",
-        "import zmqgrad, torch",
-        "import zmqgrad.rpc",
-        "from zmqgrad import nn",
-        "import zmqgrad.store; assert 'torch' not in sys.modules; import torch",
-    ],
+    "imports", ["import zmqgrad.rpc", "import zmqgrad.store; assert 'torch' not in sys.modules; import torch"]
 )
-def test_the_environment_variable_replaces_torchs_rpc_once_both_are_imported(imports: str) -> None:
-    code = f"{imports}\nimport torch\nassert torch.distributed.rpc.__name__ == 'zmqgrad.rpc'"
+def test_the_environment_variable_replaces_torchs_rpc_once_it_is_imported(imports: str) -> None:
+    code = f"import sys, warnings\nwarnings.simplefilter('ignore', DeprecationWarning)\n{imports}\n"
+    code += "import torch\nassert torch.distributed.rpc.__name__ == 'zmqgrad.rpc'"
     code += "\nassert type(torch.__spec__.loader).__name__ == 'SourceFileLoader'"
-    run_python(_quiet(code), env={"ZMQGRAD_REPLACE_TORCH_RPC": "1"})
-
-
-def test_without_the_variable_nothing_is_replaced() -> None:
-    run_python(_quiet("import zmqgrad.rpc, torch\nassert torch.distributed.rpc is not zmqgrad.rpc"))
-
-
-def _quiet(code: str) -> str:
-    """Ignores what torch warns about itself when it is imported."""
-    return f"import sys, warnings\nwarnings.simplefilter('ignore', DeprecationWarning)\n{code}"
+    run_python(code, env={"ZMQGRAD_REPLACE_TORCH_RPC": "1"})

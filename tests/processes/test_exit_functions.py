@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.interpreter import run_forks
 from tests.support.processes import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -38,54 +39,45 @@ def main(rank, when):
         if when == "never":
             return
         print(rpc.rpc_sync("worker0", len, args=("abc",)), flush=True)
+"""
 
+STARTS = """
 if __name__ == "__main__":
-    method, when = sys.argv[1:3]
-    if method == "main":
-        main(int(sys.argv[3]), when)
-    else:
-        os.mkfifo("exiting")
-        mp.start_processes(main, args=(when,), nprocs=2, start_method=method)
+    os.mkfifo("exiting")
+    method, when = sys.argv[1:]
+    mp.start_processes(main, args=(when,), nprocs=2, start_method=method)
 """
 
 
-def run(directory: Path, method: str, when: str) -> list[tuple[int, str, str]]:
-    """Run both workers; exit code, stdout and stderr of each process that was started here."""
+def run(directory: Path, method: str, when: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a program that starts both workers."""
     script = directory / "program.py"
-    script.write_text(PROGRAM)
+    script.write_text(PROGRAM + STARTS)
     environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    ranks = [["0"], ["1"]] if method == "main" else [[]]
-    if method == "main":
-        os.mkfifo(directory / "exiting")
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), method, when, *rank],
-            env=environ, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in ranks
-    ]  # fmt: skip
-    try:
-        written = [process.communicate(timeout=90) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    return [(p.returncode, *texts) for p, texts in zip(running, written, strict=True)]
+    done = subprocess.run(
+        [sys.executable, str(script), method, when],
+        env=environ, cwd=directory, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("method", ["main", "spawn"])
-def test_shutdown_may_be_an_exit_function(tmp_path: Path, method: str, when: str) -> None:
-    ended = run(tmp_path, method, when)
-    assert [(code, text) for code, _, text in ended] == [(0, "")] * len(ended)
-    assert "".join(text for _, text, _ in ended) == "3\n"
+def test_shutdown_may_be_an_exit_function(tmp_path: Path, when: str) -> None:
+    os.mkfifo(tmp_path / "exiting")
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    programs = [(f"main({rank}, {when!r})", environ) for rank in range(2)]
+    assert run_forks(tmp_path, PROGRAM, programs) == [(0, "", ""), (0, "3\n", "")]
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_shutdown_may_be_a_finalizer_of_a_forked_child(tmp_path: Path, method: str) -> None:
-    assert run(tmp_path, method, "finalizer") == [(0, "3\n", "")]
+def test_shutdown_may_be_an_exit_function_of_a_spawned_process(tmp_path: Path) -> None:
+    assert run(tmp_path, "spawn", "before") == (0, "3\n", "")
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_shutdown_may_be_a_finalizer_of_a_forked_child(tmp_path: Path) -> None:
+    assert run(tmp_path, "fork", "finalizer") == (0, "3\n", "")
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_child_that_never_calls_shutdown_ends_quietly(tmp_path: Path, method: str) -> None:
-    assert run(tmp_path, method, "never") == [(0, "", "")]
+    assert run(tmp_path, method, "never") == (0, "", "")
