@@ -1,4 +1,4 @@
-"""The examples, run as a reader runs them."""
+"""The examples, run as a reader runs them, but for the import of torch, which their processes share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.processes import free_port
+from tests.support.scripts import run_script
 
 pytestmark = pytest.mark.processes
 
@@ -22,19 +23,21 @@ DIGITS = EXAMPLES / "digits_pipeline.py"
 BACKENDS = ("zmqgrad", pytest.param("torch", marks=pytest.mark.peers))
 OVER = ("zmqgrad", pytest.param("ray", marks=pytest.mark.peers))
 LAST_LOSS = r"last loss ([\d.]+)"
-VARIABLES = {
-    "MASTER_ADDR": "localhost",
-    "COLUMNS": "120",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 
 
-def run(*command: object, seconds: float) -> str:
+COLUMNS = {"COLUMNS": "120"}
+RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def run(path: Path, *options: object, workers: int = 0) -> str:
+    return run_script(path, *options, workers=workers, env=COLUMNS)
+
+
+def run_apart(*command: object, seconds: float) -> str:
     """What a Python command prints; its stderr is shown if it fails."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        env={**os.environ, **VARIABLES, "MASTER_PORT": str(free_port())},
+        env={**os.environ, **COLUMNS, **RAY, "MASTER_PORT": str(free_port())},
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -42,11 +45,6 @@ def run(*command: object, seconds: float) -> str:
     )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def digits(out: Path, *options: object, workers: int = 3, seconds: float = 90) -> str:
-    launcher = ("-m", "zmqgrad", "run", "--nproc-per-node", workers)
-    return run(*launcher, DIGITS, "--out", out, *options, seconds=seconds)
 
 
 def number(pattern: str, text: str) -> float:
@@ -59,7 +57,8 @@ def number(pattern: str, text: str) -> float:
 @pytest.mark.timeout(200)
 def test_digits_are_learned(tmp_path: Path) -> None:
     """The promise of the README: 97% of the held-out digits. (Within a minute, where the cores are ours.)"""
-    said = digits(tmp_path / "out", seconds=180)
+    launcher = ("-m", "zmqgrad", "run", "--nproc-per-node", 3)
+    said = run_apart(*launcher, DIGITS, "--out", tmp_path / "out", seconds=180)
     assert number(r"test accuracy: ([\d.]+)%", said) >= 97
     assert number(r"zmqgrad: (\d+) epochs in [\d.]+ s, \d+ images/s", said) == 20
     table = re.findall(r"^\[worker 0\] │ +(\d) │(.*)│ +[\d.]+% │$", said, re.MULTILINE)
@@ -78,8 +77,9 @@ def test_the_same_training_in_one_process_or_two(backend: str, tmp_path: Path) -
 
     Over torch's own RPC they are near: on a busy machine, 2 of 14 such runs ended at 1.590 and 1.615.
     """
-    expected = number(LAST_LOSS, run("-c", DIGITS_IN_ONE_PROCESS, DIGITS, seconds=90))
-    told = digits(tmp_path, "--epochs", 1, "--backend", backend, workers=2)
+    (alone := tmp_path / "alone.py").write_text(DIGITS_IN_ONE_PROCESS)
+    expected = number(LAST_LOSS, run(alone, DIGITS))
+    told = run(DIGITS, "--out", tmp_path, "--epochs", 1, "--backend", backend, workers=2)
     assert number(LAST_LOSS, told) == pytest.approx(expected, abs=1e-3 if backend == "zmqgrad" else 0.1)
 
 
@@ -119,7 +119,7 @@ def test_the_small_program(backend: str) -> None:
 @pytest.mark.parametrize("name", ["gradient_penalty", "maml", "hessian_vector_product"])
 def test_second_derivatives(name: str) -> None:
     """Each compares itself with one process; torch's RPC has no second derivatives."""
-    said = run(EXAMPLES / f"{name}.py", seconds=60)
+    said = run(EXAMPLES / f"{name}.py")
     assert number(r"largest difference to one process: (\S+)", said) < 1e-9
     if name != "hessian_vector_product":
         assert number(r"from ([-.\d]+) to", said) > number(r"to ([-.\d]+)\n", said)
@@ -143,7 +143,7 @@ def test_data_parallel_training_beside_rpc(backend: str) -> None:
 
 
 @pytest.mark.slow
-def test_digits_names_what_is_missing() -> None:
+def test_digits_names_what_is_missing(tmp_path: Path) -> None:
     code = """
 import os, runpy, sys
 sys.modules["sklearn"] = None
@@ -158,23 +158,23 @@ for place in ({}, {"RANK": "0", "WORLD_SIZE": "6"}, {"RANK": "0", "WORLD_SIZE": 
     except SystemExit as end:
         print(end.code, end="\\0")
 """
-    no_launcher, too_many, no_sklearn, _ = run("-c", code, DIGITS, seconds=90).split("\0")
+    (program := tmp_path / "program.py").write_text(code)
+    no_launcher, too_many, no_sklearn, _ = run(program, DIGITS).split("\0")
     assert "RANK and WORLD_SIZE are not set. Start this script with\n    zmqgrad run" in no_launcher
     assert "WORLD_SIZE is 6, but this program needs one driver and 1 to 4 stages" in too_many
     assert "sklearn missing. Install the extra 'examples':\n    pip install" in no_sklearn
 
 
-def run_example(name: str, backend: str, *options: object, seconds: float = 90) -> str:
-    # torch's RPC warns about its own calls.
-    return run("-W", "ignore", EXAMPLES / name, "--backend", backend, *options, seconds=seconds)
+def run_example(name: str, backend: str, *options: object) -> str:
+    return run(EXAMPLES / name, "--backend", backend, *options)
 
 
 def run_over(name: str, over: str, *options: object) -> str:
     """The output of an example, or of its version for Ray."""
     if over == "ray":
         pytest.importorskip("ray", reason="the version for comparison needs it")
-        name += "_ray"
-    return run(EXAMPLES / f"{name}.py", *options, seconds=180)
+        return run_apart(EXAMPLES / f"{name}_ray.py", *options, seconds=180)
+    return run(EXAMPLES / f"{name}.py", *options)
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_a_recurrent_network_learns_its_text(backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trainers_use_a_learning_rate_that_changes(backend: str, tmp_path: Path) -> None:
-    output = run_example("watched_configuration.py", backend, "--epochs", 2, "--out", tmp_path, seconds=160)
+    output = run_example("watched_configuration.py", backend, "--epochs", 2, "--out", tmp_path)
     rows = re.findall(r"│ (trainer\d) +│ +([\d.]+) │ +(\S+).*│ +(\d+) │ +([\d.]+) │", output)
     assert [row[:2] for row in rows] == [
         (trainer, rate) for trainer in ("trainer1", "trainer2") for rate in ("0.5", "0.05", "0.005")
