@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.processes import free_port, run_processes
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
 from zmqgrad import rpc
-from zmqgrad.autograd import _get_debug_info, allreduce_gradients, backward, context, get_gradients
-from zmqgrad.errors import PeerLostError
+from zmqgrad.autograd import allreduce_gradients, backward, context, get_gradients
 from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.rpc import reply_port
 from zmqgrad.rpc.current import current_worker
@@ -82,63 +81,6 @@ def first_program(rank: int) -> float:
 
 def test_the_first_program() -> None:
     assert run_processes(first_program, 2) == pytest.approx([18 * 0.05] * 2, abs=1e-5)
-
-
-class Dies(torch.autograd.Function):
-    """Takes its process along."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def dying(x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = Dies.apply(x)
-    return y
-
-
-def relayed(to: int, function: Any, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = rpc.rpc_sync(to, function, (x * 2,))
-    return y
-
-
-def contexts_here() -> int:
-    return int(_get_debug_info()["num_autograd_contexts"])
-
-
-def lose_a_worker_in_a_pass(rank: int) -> list[Any]:
-    """Worker 2, which only worker 1 has to do with, dies in a pass that worker 0 has begun."""
-    rpc.init_rpc(f"worker{rank}")
-    if rank == 2:
-        threading.Event().wait()
-    found: list[Any] = []
-    if rank == 0:
-        x = torch.ones(2, requires_grad=True)
-        with context() as context_id:
-            loss = (rpc.rpc_sync(1, relayed, (2, dying, x)) + rpc.rpc_sync(3, torch.sin, (x,))).sum()
-            try:
-                backward(context_id, [loss])
-            except PeerLostError as e:
-                found.append(str(e))
-        while rpc.rpc_sync(1, contexts_here) + rpc.rpc_sync(3, contexts_here):
-            pass  # until they have heard of the end
-        with context() as context_id:
-            backward(context_id, [rpc.rpc_sync(1, relayed, (3, torch.sum, x))])
-            found.append(get_gradients(context_id)[x].tolist())
-    rpc.shutdown()
-    return found
-
-
-def test_a_pass_fails_when_a_worker_dies_that_its_root_never_talked_to() -> None:
-    said, after = run_processes(lose_a_worker_in_a_pass, 4, may_die=(2,))[0]
-    assert "worker2 (worker 2) is gone" in said, (
-        "found here, or reported by worker 1, which sent it gradients"
-    )
-    assert after == [2.0, 2.0]
 
 
 REPLICAS = (1, 2)

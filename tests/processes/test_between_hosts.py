@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 __all__ = ["hosts"]
 
-CALLS = int(os.environ.get("ZMQGRAD_TEST_OUTAGE_CALLS", "6000"))
+CALLS = int(os.environ.get("ZMQGRAD_TEST_OUTAGE_CALLS", "2000"))
 """How many calls are made while the network fails."""
 
 MAX_OUTAGE_SECONDS = 1.5
@@ -110,7 +110,7 @@ def through_outages(rank: int, calls: int, port: int, meeting: Path) -> Any:
             tasks = [
                 pool.submit(call_often, calls // 2, 0),
                 pool.submit(call_many_at_once, calls // 2, calls // 2),
-                pool.submit(send_large, max(2, calls // 2000)),
+                pool.submit(send_large, max(2, calls // 1000)),
                 pool.submit(refer, max(20, calls // 100)),
                 pool.submit(train, max(20, calls // 100)),
                 pool.submit(use_store, port, max(100, calls // 20)),
@@ -231,87 +231,6 @@ def survive_a_kill(rank: int) -> Any:
 def test_a_process_that_was_killed_is_lost_after_its_host_has_refused_for_3_seconds(hosts: Hosts) -> None:
     seconds, _, _ = run_processes(survive_a_kill, 3, timeout=90, env=hosts.environment(), may_die=[1])
     assert 2.5 < seconds < 10
-
-
-def be_stopped(rank: int, port: int) -> Any:
-    """The other worker, and then the store that it serves, do nothing for a while, in the middle of calls."""
-    enter(rank)
-    with TCPStore("10.213.7.2", port, is_master=rank == 1, timeout=60) as store:
-        rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options())
-        result = None
-        if rank == 0:
-            pid = rpc.rpc_sync("w1", os.getpid)
-            sent = torch.arange(16 << 20, dtype=torch.float32)
-            for i in range(2):
-                calls = [rpc.rpc_async("w1", run_once, args=(100 * i + k,)) for k in range(50)]
-                large = rpc.rpc_async("w1", torch.neg, args=(sent,))
-                os.kill(pid, signal.SIGSTOP)
-                calls += [rpc.rpc_async("w1", run_once, args=(100 * i + k,)) for k in range(50, 100)]
-                threading.Timer(5.0, os.kill, (pid, signal.SIGCONT)).start()  # longer than it takes to resend
-                assert store.add("stops", 1) == i + 1
-                assert [call.wait() for call in calls] == list(range(100 * i, 100 * i + 100))
-                assert large.wait().equal(-sent)
-            result = rpc.rpc_sync("w1", times_run)
-        rpc.shutdown()
-        if rank == 0:  # the other one closes the store then
-            store.set("done", "")
-        else:
-            store.wait(["done"])
-    return result
-
-
-@pytest.mark.timeout(120)
-def test_a_process_that_is_stopped_for_a_while_loses_nothing(hosts: Hosts) -> None:
-    counts, _ = run_processes(be_stopped, 2, (free_port(),), timeout=90, env=hosts.environment())
-    assert counts == (200, 200)
-
-
-released = threading.Event()
-
-
-def wait_until_released() -> None:
-    assert released.wait(90)
-
-
-def part_for_long(rank: int, joined: Path) -> str:
-    enter(rank)
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options())
-    assert rpc.rpc_sync(f"w{1 - rank}", run_once, args=(1,)) == 1
-    joined.write_bytes(b".")
-    with pytest.raises(PeerLostError) as caught:
-        rpc.rpc_sync(f"w{1 - rank}", wait_until_released)
-    with pytest.raises(PeerLostError):  # and that is final
-        rpc.rpc_sync(f"w{1 - rank}", run_once, args=(2,))
-    released.set()
-    rpc.shutdown(graceful=False)
-    return str(caught.value)
-
-
-@pytest.mark.timeout(150)
-def test_hosts_that_cannot_reach_each_other_for_10_seconds_lose_each_other(
-    hosts: Hosts, tmp_path: Path
-) -> None:
-    joined = tmp_path / "joined"
-    os.mkfifo(joined)
-    told = os.open(joined, os.O_RDWR)
-
-    def break_it() -> None:
-        for _ in range(2):
-            if not select.select([told], [], [], 60)[0]:
-                return
-            os.read(told, 1)
-        with hosts.link_down():
-            threading.Event().wait(25)
-
-    breaker = threading.Thread(target=break_it)
-    breaker.start()
-    try:
-        whys = run_processes(part_for_long, 2, (joined,), timeout=120, env=hosts.environment())
-    finally:
-        breaker.join()
-        os.close(told)
-    for why in whys:
-        assert "out of reach" in why
 
 
 def call_for_a_while(rank: int, joined: Path, seconds: float) -> int:

@@ -14,9 +14,8 @@ from tests.processes.test_lifecycle import take, what_is_open
 from tests.support.processes import run_processes
 from tests.support.waiting import eventually
 from zmqgrad import rpc
-from zmqgrad.errors import DuplicateWorkerError, PeerLostError, RendezvousError, RpcTimeoutError
+from zmqgrad.errors import DuplicateWorkerError, PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.store import FileStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -149,49 +148,3 @@ def test_a_name_is_refused_while_its_holder_lives() -> None:
     joined, told = run_processes(same_name, 2)
     assert joined == "joined"
     assert "'a' is not unique: worker 0" in told
-
-
-def mixed(rank: int, directory: str) -> list[str]:
-    """Ranks 0 and 1 are all of a group when rank 2 wants to join, and the other way round."""
-    told: list[str] = []
-    signs = FileStore(f"{directory}/signs", timeout=WAIT)
-    options = rpc.RpcBackendOptions(rpc_timeout=WAIT, init_method=f"file://{directory}/store")
-
-    def join_in(name: str, **how: Any) -> None:
-        rpc.init_rpc(name, rpc_backend_options=options, **how)
-
-    def be_refused(name: str, **how: Any) -> None:
-        with pytest.raises(RendezvousError) as caught:
-            join_in(name, **how)
-        told.append(str(caught.value))
-
-    with signs:
-        if rank < 2:
-            join_in(f"worker{rank}", rank=rank, world_size=2)
-            signs.set("fixed", "-")
-            signs.get("refused")
-            rpc.shutdown()
-            signs.set(f"left/{rank}", "-")
-            if rank == 1:
-                signs.get("dynamic")
-                be_refused("worker1", rank=1, world_size=2)
-                signs.set("refused/1", "-")
-        else:
-            del os.environ["WORLD_SIZE"]
-            signs.get("fixed")
-            be_refused("hub", rank=None)
-            signs.set("refused", "-")
-            signs.wait(["left/0", "left/1"])
-            join_in("hub", rank=None)
-            signs.set("dynamic", "-")
-            signs.get("refused/1")
-            rpc.shutdown()
-    assert what_is_open()[0] == []
-    return told
-
-
-def test_groups_of_a_fixed_size_and_of_none_do_not_mix(tmp_path: Path) -> None:
-    _, [fixed], [dynamic] = run_processes(mixed, 3, args=(str(tmp_path),))
-    said = "RPC group mixes statically and dynamically initialized members which is not supported: "
-    assert dynamic.startswith(f"{said}worker")
-    assert fixed.startswith(f"{said}hub ")

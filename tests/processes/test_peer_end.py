@@ -11,18 +11,15 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import zmqgrad.autograd as dist_autograd
 from tests.support.processes import run_processes
 from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.store import FileStore
-from zmqgrad.wire.messages import BackwardAutogradReq, BackwardAutogradResp, Message, RRefValue
 
 HOLD_SECONDS = 2.0
 CALLS = 600
@@ -65,45 +62,15 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-class Gated(torch.autograd.Function):
-    """Its backward function runs when the gate is open."""
-
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        _waiting.release()
-        assert _gate.wait(60)
-        return gradient
-
-
-def gated(x: torch.Tensor) -> torch.Tensor:
-    return Gated.apply(x)  # type: ignore[no-any-return]
-
-
-def reply_and_end(calls: int, reports: int, path: str) -> None:
+def reply_and_end(calls: int, path: str) -> None:
     """Opens the gate when ``calls`` wait there, and ends this process when all replies were sent."""
     for _ in range(calls):
         assert _waiting.acquire(timeout=60)
-    worker, sent = current_worker(), threading.Semaphore(0)
-
-    def count_reports(outgoing: bool, peer: int, envelope: Any, message: Message, *rest: object) -> None:
-        if outgoing and isinstance(message, RRefValue):
-            sent.release()
-        if outgoing and isinstance(message, (BackwardAutogradReq, BackwardAutogradResp)) and message.handled:
-            for _ in message.handled.requests:  # a branch may be reported after its gradients
-                sent.release()
-
-    worker.mailbox.tap = count_reports
     signs = FileStore(path)
     signs.set("all wait", "")
     signs.wait(["held"], 60)
     _gate.set()
-    eventually(lambda: len(worker.server.in_flight), lambda n: n <= 1, 30)
-    for _ in range(reports):
-        assert sent.acquire(timeout=30)
+    eventually(lambda: len(current_worker().server.in_flight), lambda n: n <= 1, 30)
     os._exit(0)
 
 
@@ -118,7 +85,7 @@ def hold_the_lock(path: str) -> None:
 def wait_by_futures(path: str) -> int:
     futures = [rpc.rpc_async("worker1", at_the_gate, args=(5000,)) for _ in range(WAITERS)]
     many = [rpc.rpc_async("worker1", double, args=(torch.ones(5000),)) for _ in range(CALLS)]
-    rpc.rpc_async("worker1", reply_and_end, args=(WAITERS, 0, path))
+    rpc.rpc_async("worker1", reply_and_end, args=(WAITERS, path))
     hold_the_lock(path)
     return sum(int(future.wait()[0] == 2) for future in futures + many)
 
@@ -131,57 +98,21 @@ def wait_for_a_flood(path: str) -> int:
     return sum(future.wait()[:4] == number.to_bytes(4, "big") for number, future in enumerate(futures))
 
 
-def wait_by_callbacks(path: str) -> int:
-    futures = [
-        rpc.rpc_async("worker1", at_the_gate, args=(10,)).then(lambda done: int(done.wait()[0]) - 1)
-        for _ in range(WAITERS)
-    ]
-    rpc.rpc_async("worker1", reply_and_end, args=(WAITERS, 0, path))
-    hold_the_lock(path)
-    return sum(future.wait() for future in futures)
-
-
 def wait_in_threads(path: str) -> int:
     with ThreadPoolExecutor(WAITERS) as threads:
         futures = [
             threads.submit(rpc.rpc_sync, "worker1", at_the_gate, (5000 if n % 2 else 10,))
             for n in range(WAITERS)
         ]
-        rpc.rpc_async("worker1", reply_and_end, args=(WAITERS, 0, path))
+        rpc.rpc_async("worker1", reply_and_end, args=(WAITERS, path))
         hold_the_lock(path)
         return sum(int(future.result(60)[0] == 2) for future in futures)
-
-
-def wait_by_references(path: str) -> int:
-    references = [rpc.remote("worker1", at_the_gate, args=(10,)) for _ in range(WAITERS)]
-    with ThreadPoolExecutor(WAITERS) as threads:
-        futures = [threads.submit(reference.to_here) for reference in references]
-        rpc.rpc_async("worker1", reply_and_end, args=(WAITERS, WAITERS, path))
-        hold_the_lock(path)
-        return sum(int(future.result(60)[0] == 2) for future in futures)
-
-
-def wait_by_backward(path: str) -> int:
-    def run(x: torch.Tensor) -> int:
-        with dist_autograd.context() as context:
-            loss = rpc.rpc_sync("worker1", gated, args=(x,)).sum()
-            dist_autograd.backward(context, [loss])
-            return int(dist_autograd.get_gradients(context)[x].eq(1).all())
-
-    with ThreadPoolExecutor(WAITERS) as threads:
-        futures = [threads.submit(run, torch.ones(5, requires_grad=True)) for _ in range(WAITERS)]
-        rpc.rpc_async("worker1", reply_and_end, args=(WAITERS, WAITERS, path))
-        hold_the_lock(path)
-        return sum(future.result(60) for future in futures)
 
 
 WAITS = {
     "futures": (wait_by_futures, WAITERS + CALLS),
     "a flood": (wait_for_a_flood, FLOOD),
-    "callbacks": (wait_by_callbacks, WAITERS),
     "threads": (wait_in_threads, WAITERS),
-    "references": (wait_by_references, WAITERS),
-    "backward": (wait_by_backward, WAITERS),
 }
 
 
