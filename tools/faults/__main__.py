@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-k", dest="select", default="", metavar="PATTERNS", help="cells: patterns, comma between"
     )
-    parser.add_argument("--quick", action="store_true", help="the part that fits three minutes on two cores")
+    parser.add_argument(
+        "--quick", action="store_true", help="the part that fits a minute or two on two cores"
+    )
     parser.add_argument("--all-moments", action="store_true", help="every fault at every moment of each role")
     parser.add_argument("--again", action="store_true", help="also run cells that have a result")
     parser.add_argument("--table", action="store_true", help="only write docs/fault-table.md")

@@ -50,7 +50,7 @@ _context = multiprocessing.get_context("forkserver")
 
 def preload() -> None:
     """Have processes be forks of one that has imported everything."""
-    _context.set_forkserver_preload(["torch._dynamo", "tools.faults.running"])
+    _context.set_forkserver_preload(["torch._dynamo", "tools.faults.running", "tests.support.frozen"])
 
 
 class _Process:
