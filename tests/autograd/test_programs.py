@@ -39,6 +39,7 @@ pytestmark = [
     pytest.mark.timeout(240 * max(1, settings().max_examples // 100)),
     pytest.mark.open_outcomes,  # RRefs that are deleted while their fork request is on its way leave one
 ]
+WORKERS = 3
 OPTIONS = RpcBackendOptions(rpc_timeout=20.0)
 """What hangs shall say so before the test's own limit."""
 
@@ -83,119 +84,77 @@ def check_all_modes(c: Cluster, program: Program) -> None:
         check(c, program, mode)
 
 
-@pytest.mark.parametrize("workers", [3, 4])
-def test_fast_mode_suffices_where_all_is_used(workers: int) -> None:
-    with cluster(workers, OPTIONS) as c:
+def check_programs(
+    kind: st.SearchStrategy[Program], share: int, check: Callable[[Cluster, Program], None]
+) -> None:
+    """``check`` drawn programs of a kind, one in ``share`` of those that the profile says."""
+    with cluster(WORKERS, OPTIONS) as c:
 
-        @given(programs(workers))
+        @settings(max_examples=settings().max_examples // share)
+        @given(kind)
         def gradients_equal(program: Program) -> None:
-            with c.acting(program.driver):
-                assert_same(gradients_over_rpc(program, "fast"), gradients_here(program))
+            check(c, program)
 
         gradients_equal()
         wait_until_released(c)
 
 
-@pytest.mark.parametrize("workers", [3, 4])
-def test_gradients_equal_those_of_one_process_in_every_mode(workers: int) -> None:
-    with cluster(workers, OPTIONS) as c:
+def test_fast_mode_suffices_where_all_is_used() -> None:
+    def check_fast(c: Cluster, program: Program) -> None:
+        with c.acting(program.driver):
+            assert_same(gradients_over_rpc(program, "fast"), gradients_here(program))
 
-        @given(programs(workers, all_used=False))
-        def gradients_equal(program: Program) -> None:
-            check_all_modes(c, program)
-
-        gradients_equal()
-        wait_until_released(c)
+    check_programs(programs(WORKERS), 1, check_fast)
 
 
 @pytest.mark.parametrize("hooks", [False, True])
-def test_gradients_of_group_calls_equal_those_of_one_process(hooks: bool) -> None:
+def test_gradients_equal_those_of_one_process_in_every_mode(hooks: bool) -> None:
+    """Hooks run once, on whole gradients."""
+    check_programs(programs(WORKERS, all_used=False, hooks=hooks), 1, check_all_modes)
+
+
+def test_gradients_of_group_calls_equal_those_of_one_process() -> None:
     """Those of an argument of all members are summed; of one of ``map``, each comes from its member."""
-    with cluster(3, OPTIONS) as c:
-
-        @given(programs(3, all_used=False, hooks=hooks, groups=True))
-        def gradients_equal(program: Program) -> None:
-            check_all_modes(c, program)
-
-        gradients_equal()
-        wait_until_released(c)
+    check_programs(programs(WORKERS, all_used=False, hooks=True, groups=True), 1, check_all_modes)
 
 
-def test_hooks_run_once_on_whole_gradients() -> None:
-    with cluster(3, OPTIONS) as c:
-
-        @given(programs(3, all_used=False, hooks=True))
-        def gradients_equal(program: Program) -> None:
-            check_all_modes(c, program)
-
-        gradients_equal()
-        wait_until_released(c)
-
-
-@pytest.mark.parametrize("rich", [False, True])
-def test_checkpointed_calls_give_the_same(rich: bool) -> None:
+def test_checkpointed_calls_give_the_same() -> None:
     """In one pass from all roots: constants that a checkpointed call gives require grad, too."""
-    with cluster(3, OPTIONS) as c:
 
-        @settings(max_examples=settings().max_examples // 2)
-        @given(programs(3, all_used=False, rich=rich))
-        def gradients_equal(program: Program) -> None:
-            for mode in MODES:
-                one_pass = replace(program, passes=None)
-                check(c, one_pass, mode, over_rpc=gradients_by_checkpoints)
+    def check_checkpoints(c: Cluster, program: Program) -> None:
+        for mode in MODES:
+            check(c, replace(program, passes=None), mode, over_rpc=gradients_by_checkpoints)
 
-        gradients_equal()
-        wait_until_released(c)
+    check_programs(programs(WORKERS, all_used=False, rich=True), 2, check_checkpoints)
 
 
-@pytest.mark.parametrize("how", ["plain", "hooks", "together"])
-def test_several_passes_and_contexts_at_a_time(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Also: regions without grad, sparse gradients, hooks of leaves; and in a process group, all of it."""
-    if how == "together":
+@pytest.mark.parametrize("in_process_group", [False, True])
+def test_several_passes_and_contexts_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, in_process_group: bool
+) -> None:
+    """Also: regions without grad, sparse gradients, hooks of leaves."""
+    if in_process_group:
         for module in (accumulate, executor):
             monkeypatch.setattr(module, "may_have_replicas", lambda: True)
-    with cluster(3, OPTIONS) as c:
-
-        @settings(max_examples=settings().max_examples // 2)
-        @given(programs(3, all_used=False, hooks=how != "plain", rich=True))
-        def gradients_equal(program: Program) -> None:
-            check_all_modes(c, program)
-
-        gradients_equal()
-        wait_until_released(c)
+    check_programs(programs(WORKERS, all_used=False, hooks=True, rich=True), 2, check_all_modes)
 
 
 def test_groups_run_node_by_node_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups with cut edges run node by node, as if a hook had been registered."""
     monkeypatch.setattr(executor, "hooks_registered", lambda *_: True)
     monkeypatch.setattr(differentiation, "has_tensor_hook", lambda *_: True)
-    with cluster(3, OPTIONS) as c:
-
-        @settings(max_examples=settings().max_examples // 2)
-        @given(programs(3, all_used=False))
-        def gradients_equal(program: Program) -> None:
-            check(c, program, "auto")
-
-        gradients_equal()
-        wait_until_released(c)
+    check_programs(programs(WORKERS, all_used=False), 2, lambda c, program: check(c, program, "auto"))
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-def test_derivatives_of_any_order_equal_those_of_one_process(
-    monkeypatch: pytest.MonkeyPatch, hooks: bool
-) -> None:
+def test_derivatives_of_any_order_equal_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     once = "one of two"  # its derivative cannot be differentiated
     monkeypatch.setitem(operations, once, lambda a, b: (a.sin() * 0.5,))
-    with cluster(3, OPTIONS) as c:
 
-        @settings(max_examples=settings().max_examples // 2)
-        @given(programs(3, all_used=False, hooks=hooks))
-        def derivatives_equal(program: Program) -> None:
-            for mode in MODES:
-                check(c, program, mode, higher_here, higher_over_rpc)
+    def check_higher(c: Cluster, program: Program) -> None:
+        for mode in MODES:
+            check(c, program, mode, higher_here, higher_over_rpc)
 
-        derivatives_equal()
-        wait_until_released(c)
+    check_programs(programs(WORKERS, all_used=False, hooks=True), 2, check_higher)
 
 
 class _Pushed:
@@ -248,9 +207,9 @@ def happening(c: Cluster, misfortunes: list[tuple[str, int, int]]) -> Iterator[N
 
 
 def test_gradients_equal_whatever_happens_to_messages() -> None:
-    with cluster(3, OPTIONS) as c:
+    with cluster(WORKERS, OPTIONS) as c:
 
-        @given(programs(3, all_used=False), st.sampled_from(MODES), MISFORTUNES)
+        @given(programs(WORKERS, all_used=False), st.sampled_from(MODES), MISFORTUNES)
         def gradients_equal(program: Program, mode: str, misfortunes: list[tuple[str, int, int]]) -> None:
             with happening(c, misfortunes):
                 check(c, program, mode)
