@@ -38,7 +38,9 @@ LAUNCHER = ("-m", "zmqgrad", "run")
 BATCH, RATE = 64, 0.1
 """Images of a step over all workers, so that the world size does not change the training."""
 
-AGENTS, WORKERS = 3, 1
+WORKERS = 1
+"""Of each agent of the demo."""
+
 STEP_SECONDS = 90.0
 """The demo waits this long for each event."""
 
@@ -47,6 +49,7 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Elastic training on scikit-learn's digits.")
     parser.add_argument("--demo", action="store_true", help="start agents here, and kill some of them")
+    parser.add_argument("--agents", type=int, default=3, help="of the demo (default: 3)")
     parser.add_argument("--epochs", type=int, default=40, help="(default: 40)")
     parser.add_argument("--epoch-seconds", type=float, default=0.0, help="least duration of an epoch")
     parser.add_argument("--out", type=Path, default=Path("runs/elastic"), help="(default: runs/elastic)")
@@ -145,22 +148,23 @@ def read_log(out: Path) -> list[dict[str, Any]]:
 
 
 class Demo:
-    """Three agents on this host, and what happens to them."""
+    """Agents on this host, and what happens to them."""
 
-    def __init__(self, out: Path, epochs: int, epoch_seconds: float) -> None:
+    def __init__(self, out: Path, agents: int, epochs: int, epoch_seconds: float) -> None:
         self.out = out
+        self._workers = agents * WORKERS
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         # The store is served apart from the agents, so that each of them can be killed.
         self._store = self._start("-m", "zmqgrad", "store", "serve", "--port", str(port))
         self._command = [
-            *(*LAUNCHER, f"--nnodes=1:{AGENTS}", f"--nproc-per-node={WORKERS}", "--max-restarts=10"),
+            *(*LAUNCHER, f"--nnodes=1:{agents}", f"--nproc-per-node={WORKERS}", "--max-restarts=10"),
             *(f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=digits"),
             "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,is_host=false",
             *(__file__, "--out", str(out), "--epochs", str(epochs), "--epoch-seconds", str(epoch_seconds)),
         ]
-        self.agents = [self._start(*self._command) for _ in range(AGENTS)]
+        self.agents = [self._start(*self._command) for _ in range(agents)]
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.out / "output.txt").open("ab") as output:
@@ -201,15 +205,15 @@ class Demo:
 
     def run(self) -> None:
         """Let things happen, one after another, and wait for the end of the training."""
-        events = self.wait_for_epochs(AGENTS * WORKERS, 0.0)
+        events = self.wait_for_epochs(self._workers, 0.0)
         self.kill("worker killed", [e["pid"] for e in events if e["event"] == "round"][-1])
-        self.wait_for_epochs(AGENTS * WORKERS, time.time())
+        self.wait_for_epochs(self._workers, time.time())
         self.kill("host killed", self.agents[-1].pid)  # its workers die with it
-        self.wait_for_epochs((AGENTS - 1) * WORKERS, time.time())
+        self.wait_for_epochs(self._workers - WORKERS, time.time())
         self.agents[-1].wait()
         now = time.time()
         self.start_agent(-1)
-        self.wait_for_epochs(AGENTS * WORKERS, now)
+        self.wait_for_epochs(self._workers, now)
         codes = [agent.wait(STEP_SECONDS) for agent in self.agents]
         if any(codes):
             raise RuntimeError(f"the agents ended with {codes}; see {self.out / 'output.txt'}")
@@ -255,7 +259,7 @@ def draw(events: list[dict[str, Any]], path: Path) -> None:
 def demo(options: argparse.Namespace) -> None:
     """Run the demo, print what happened, and draw it."""
     out = Path(tempfile.mkdtemp(dir=options.out))
-    running = Demo(out, options.epochs, options.epoch_seconds or 0.5)
+    running = Demo(out, options.agents, options.epochs, options.epoch_seconds or 0.5)
     try:
         running.run()
     finally:
