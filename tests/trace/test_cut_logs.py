@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.support.scripts import run_script
+from tests.support.waiting import eventually
 from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
 from tests.trace.test_waits import MS, finish, served, stack, waits_for, workers
 from zmqgrad.__main__ import main
-from zmqgrad.trace import Job
+from zmqgrad.trace import Job, launch_environment
 from zmqgrad.trace.cycles import find_cycles
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.findings import find
@@ -161,9 +162,9 @@ import os, sys, threading, time
 from zmqgrad import rpc
 rank = int(os.environ["RANK"])
 rpc.init_rpc(f"worker{rank}")
-print("ready", flush=True)
+open("ready", "w").close()
 end = time.monotonic() + 60
-while rank == 0 and time.monotonic() < end and not os.path.exists(sys.argv[1]):
+while rank == 0 and time.monotonic() < end and os.path.exists("go on"):
     for future in [rpc.rpc_async("worker1", divmod, args=(i, 3)) for i in range(30)]:
         future.wait()
     threading.Event().wait(0.01)  # the trace must not grow faster than a busy machine reads it
@@ -171,30 +172,29 @@ rpc.shutdown()
 """
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "zmqgrad", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
-
-
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_a_healthy_job_that_runs_has_neither_long_waits_nor_findings(tmp_path: Path) -> None:
-    script, traces, end = tmp_path / "busy.py", tmp_path / "trace", tmp_path / "end"
-    script.write_text(PROGRAM)
-    run = [sys.executable, "-m", "zmqgrad", "run", "--nproc-per-node", "2", "--trace", str(traces)]
-    with subprocess.Popen([*run, str(script), str(end)], stdout=subprocess.PIPE, text=True) as job:
+def test_a_healthy_job_that_runs_has_neither_long_waits_nor_findings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, traces = tmp_path / "busy.py", tmp_path / "trace"
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{PROGRAM}")
+    (going := tmp_path / "go on").touch()
+    found = []
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(run_script, script, workers=2, seconds=90, env=launch_environment(traces))
         try:
-            assert job.stdout is not None
-            assert "ready" in job.stdout.readline() + job.stdout.readline()
-            found = [command("trace", str(traces), "--all") for _ in range(2)]
+            eventually(lambda: job.done() or (tmp_path / "ready").exists(), bool, 90)
+            for _ in range(2):
+                assert main(["trace", str(traces), "--all"]) == 0
+                found.append(capsys.readouterr())
         finally:
-            end.touch()
-            job.communicate(timeout=60)
+            going.unlink()
+        job.result()
     for each in found:
-        assert each.returncode == 0, each.stderr
-        assert "open wait" not in each.stdout
-        assert "got no reply" not in each.stdout
-        assert " -" not in each.stdout.replace(" -> ", " "), "no negative durations"
-        assert "too late" not in each.stdout
-        assert "without a reply" not in each.stdout
-        assert "have no end" not in each.stderr
+        assert "open wait" not in each.out
+        assert "got no reply" not in each.out
+        assert " -" not in each.out.replace(" -> ", " "), "no negative durations"
+        assert "too late" not in each.out
+        assert "without a reply" not in each.out
+        assert "have no end" not in each.err
