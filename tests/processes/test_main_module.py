@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
+from tests.support.scripts import run_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 PROGRAM = """
-import sys
+import os
 from zmqgrad import rpc
 
-rank, STATE = int(sys.argv[1]), sys.argv[2]
+rank = int(os.environ["RANK"])
+STATE = ("caller", "callee")[rank]
 
 class Point:
     def __init__(self, x):
@@ -42,21 +40,19 @@ rpc.shutdown()
 """
 
 
+STARTS = """
+import os, runpy, sys
+
+rank = os.environ["RANK"]
+runpy.run_path(f"{os.path.dirname(sys.argv[0])}/{rank}.py", run_name="__main__")
+"""
+
+
 def run(tmp_path: Path, other: str) -> str:
     """What rank 0 prints."""
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    programs = []
-    for rank, (text, state) in enumerate(((PROGRAM, "caller"), (other, "callee"))):
-        (tmp_path / f"{rank}.py").write_text(text)
-        programs.append([sys.executable, str(tmp_path / f"{rank}.py"), str(rank), state])
-    callee = subprocess.Popen(programs[1], env=env)
-    try:
-        caller = subprocess.run(programs[0], env=env, check=True, capture_output=True, text=True, timeout=80)
-        assert callee.wait(30) == 0
-    finally:
-        callee.kill()
-        callee.wait()
-    return caller.stdout
+    for name, text in (("0", PROGRAM), ("1", other), ("starts", STARTS)):
+        (tmp_path / f"{name}.py").write_text(text)
+    return run_script(tmp_path / "starts.py", workers=2)
 
 
 def test_the_same_program_uses_its_own_globals(tmp_path: Path) -> None:
