@@ -34,7 +34,8 @@ CONNECT_EVERY = 5
 
 
 def main() -> None:
-    mp.spawn(run, args=(int(sys.argv[1]), sys.argv[2], os.getpid()), nprocs=2)
+    arguments = (int(sys.argv[1]), sys.argv[2], os.getpid())
+    mp.start_processes(run, arguments, nprocs=2, start_method="fork")  # torch is imported once
 
 
 def run(rank: int, port: int, directory: str, launcher: int) -> None:
