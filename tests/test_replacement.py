@@ -213,6 +213,22 @@ def test_what_programs_find(ended: dict[str, Ended], name: str) -> None:
     assert ended[name].code == 0, ended[name].stderr
 
 
+def test_a_variable_that_is_neither_1_nor_0_is_reported_by_the_command_and_by_a_program_with_torch() -> None:
+    code = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+import zmqgrad.__main__ as command
+assert command.main(["doctor"]) == 2
+try:
+    import torch
+    raise SystemExit("torch was imported, with its own RPC")
+except command.ConfigurationError as error:
+    print(error)
+"""
+    output = run_python(code, env={"ZMQGRAD_REPLACE_TORCH_RPC": "maybe"})
+    assert "ZMQGRAD_REPLACE_TORCH_RPC is 'maybe'; it must be 1 or 0" in output
+
+
 @pytest.mark.parametrize(
     "imports", ["import zmqgrad.rpc", "import zmqgrad.store; assert 'torch' not in sys.modules; import torch"]
 )

@@ -76,12 +76,13 @@ def _install_after_torch() -> None:
     def install_if_loaded() -> None:
         if "torch" in sys.modules:
             hook.remove()
-            importlib.import_module("zmqgrad.replacement").install()
+            if replaces_torch_rpc():
+                importlib.import_module("zmqgrad.replacement").install()
 
     hook = AfterImport(lambda name: name == "torch" or name.startswith("zmqgrad."), install_if_loaded)
     hook.install()
     install_if_loaded()
 
 
-if replaces_torch_rpc():
+if replaces_torch_rpc.is_set():  # read with torch: the command, which reports a wrong value, can be loaded
     _install_after_torch()

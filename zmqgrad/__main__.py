@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from zmqgrad.cli.commands import command_parser, module
 from zmqgrad.cli.parser import EXIT_INTERRUPTED, EXIT_USAGE
+from zmqgrad.environment import replaces_torch_rpc
 from zmqgrad.errors import ConfigurationError
 
 
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _execute(arguments: argparse.Namespace) -> int:
     try:
+        replaces_torch_rpc()
         return module(arguments.command).execute(arguments)
     except ConfigurationError as error:
         print(f"zmqgrad {arguments.command}: {error}", file=sys.stderr)

@@ -41,6 +41,10 @@ class Setting(Generic[_T]):
         text = environ.get(self.variable, "").strip()
         return self.parse(self.variable, text) if text else self.default
 
+    def is_set(self, environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether the variable is set, and not blank."""
+        return bool(environ.get(self.variable, "").strip())
+
     def resolve(self, argument: _T | None) -> _T:
         """``argument`` if it is not None, otherwise the value from the environment.
 

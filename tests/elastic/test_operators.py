@@ -330,10 +330,16 @@ def test_what_is_not_a_state_is_refused(data: bytes, what: str) -> None:
     ("change", "what"),
     [
         ({"run_id": ""}, "run id"),
-        ({"min_nodes": 0}, "minimum number of nodes is 0"),
-        ({"max_nodes": 1}, r"maximum number of nodes \(1\) is less than the minimum \(2\)"),
-        ({"keep_alive_interval": 0.0}, "keep-alive interval is 0.0 s"),
-        ({"keep_alive_max_attempt": 0}, "number of attempts 0"),
+        ({"min_nodes": 0}, "min_nodes is 0; it must be an integer, at least 1"),
+        ({"max_nodes": 1}, "max_nodes is 1; it must be an integer, at least 2"),
+        ({"min_nodes": "2"}, "min_nodes is '2'"),
+        ({"keep_alive_interval": 0.0}, "keep_alive_interval is 0.0"),
+        (
+            {"keep_alive_interval": 1e-9},
+            "keep_alive_interval is 1e-09; it must be .* at least 0.01",
+        ),
+        ({"keep_alive_interval": 10**400}, "keep_alive_interval is 1000"),
+        ({"keep_alive_max_attempt": 0}, "keep_alive_max_attempt is 0"),
     ],
 )
 def test_invalid_settings(change: dict[str, object], what: str) -> None:
@@ -342,8 +348,9 @@ def test_invalid_settings(change: dict[str, object], what: str) -> None:
 
 
 def test_timeouts_are_positive() -> None:
-    with pytest.raises(ConfigurationError, match="'last_call' is 0 s"):
-        RendezvousTimeout(last_call=0)
+    for seconds in (0, "1", math.nan):
+        with pytest.raises(ConfigurationError, match=f"'last_call' is {seconds!r}"):
+            RendezvousTimeout(last_call=seconds)  # type: ignore[arg-type]
 
 
 def test_a_host_whose_full_name_is_localhost_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

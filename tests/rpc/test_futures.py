@@ -292,9 +292,9 @@ def test_callbacks_that_cannot_be(trio: Cluster) -> None:
 def test_lists_that_cannot_be(trio: Cluster) -> None:
     future: Any = rpc.rpc_async(1, abs, args=(1,))
     for wait in rpc.wait_all, rpc.as_completed:
-        with pytest.raises(ArgumentTypeError, match="is no list of futures"):
+        with pytest.raises(ArgumentTypeError, match="expected a list of futures, not the RpcFuture"):
             wait(future)
-    with pytest.raises(ArgumentTypeError, match="must be a list of workers, not 'worker1'"):
+    with pytest.raises(ArgumentTypeError, match="must be a list of workers, not the str 'worker1'"):
         rpc.broadcast("worker1", where)
 
 

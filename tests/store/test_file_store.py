@@ -408,7 +408,7 @@ def test_a_replaced_file_is_detected(store: FileStore, path: str) -> None:
         (lambda p: FileStore(os.path.dirname(p)), StoreError, "Is a directory"),
         (lambda p: FileStore(3), TypeError, "must be a str, not int"),
         (lambda p: FileStore(""), ConfigurationError, "no name of a file"),
-        (lambda p: FileStore(p, "2"), TypeError, "integer"),
+        (lambda p: FileStore(p, "2"), TypeError, "must be an int"),
         (lambda p: FileStore(p, timeout=-1), ConfigurationError, "negative"),
     ],
 )

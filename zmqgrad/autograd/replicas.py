@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from zmqgrad.autograd.api import get_context
-from zmqgrad.errors import AutogradError
+from zmqgrad.errors import ArgumentTypeError, AutogradError
+from zmqgrad.store.arguments import as_list
 
 
 def allreduce_gradients(
@@ -45,12 +46,14 @@ def allreduce_gradients(
     """
     context = get_context(context_id)
     gradients = context.gradients()
-    every = list(dict.fromkeys(params))
+    every = as_list(params, "params must be a list of tensors")
     for p in every:
+        if not isinstance(p, torch.Tensor):
+            raise ArgumentTypeError(f"params must be a list of tensors; one of them is {p!r}")
         if p in gradients and gradients[p].layout is not torch.strided:
             raise AutogradError(f"the gradient of a parameter of shape {tuple(p.shape)} is sparse")
     buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for p in every:
+    for p in dict.fromkeys(every):
         buckets.setdefault((p.dtype, p.device), []).append(p)
     replicas = dist.get_world_size(group) if average else 1
     for (dtype, device), members in buckets.items():

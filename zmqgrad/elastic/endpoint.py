@@ -33,6 +33,7 @@ def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str
         host, port = endpoint.strip(), ""
     try:
         number = int(port) if port else default_port
+        host.encode("idna")  # as the resolver does; an empty or long label fails
     except ValueError:
         number = -1
     if not 0 <= number < 1 << 16:

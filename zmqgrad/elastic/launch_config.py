@@ -15,6 +15,9 @@ from zmqgrad.errors import ConfigurationError
 STATIC_PORT = 29500
 """Where nodes meet at ``master_addr``, unless ``master_port`` is set; as with torchrun."""
 
+MAX_SECONDS = 1e12
+"""Except if there is no limit: infinity."""
+
 START_METHODS = ("spawn", "fork", "forkserver")
 
 _STREAMS = re.compile(r"[0-3]|(\d+:[0-3])(,\d+:[0-3])*", re.ASCII)
@@ -60,7 +63,7 @@ class Streams:
         Raises:
             ConfigurationError: if it is malformed.
         """
-        if not _STREAMS.fullmatch(text):
+        if not isinstance(text, str) or not _STREAMS.fullmatch(text):
             raise ConfigurationError(
                 f"cannot read {text!r} as output streams: write 0 (none), 1 (stdout), 2 (stderr) or 3 (both) "
                 "for all workers, or LOCAL_RANK:STREAMS,... such as 0:3,1:2"
@@ -136,21 +139,18 @@ class LaunchConfig:
     env: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_integer("min_nodes", self.min_nodes, 1)
-        _check_integer("max_nodes", self.max_nodes, 1)
-        _check_integer("nproc_per_node", self.nproc_per_node, 1)
-        _check_integer("max_restarts", self.max_restarts, 0)
-        _check_integer("master_port", self.master_port, 0, MAX_PORT)
+        check_integer("min_nodes", self.min_nodes, 1)
+        check_integer("max_nodes", self.max_nodes, 1)
+        check_integer("nproc_per_node", self.nproc_per_node, 1)
+        check_integer("max_restarts", self.max_restarts, 0)
+        check_integer("master_port", self.master_port, 0, MAX_PORT)
         if self.node_rank is not None:
-            _check_integer("node_rank", self.node_rank, 0, self.max_nodes - 1)
+            check_integer("node_rank", self.node_rank, 0, self.max_nodes - 1)
         if self.max_nodes > 1 and self.master_addr and not self.rdzv_endpoint:
             meeting = f"{self.master_addr}:{self.master_port or STATIC_PORT}"
             object.__setattr__(self, "rdzv_endpoint", meeting)
         self._check_nodes()
-        if not 0 < self.monitor_interval < math.inf:
-            raise ConfigurationError(
-                f"monitor_interval is {self.monitor_interval!r}; it must be a number of seconds above 0"
-            )
+        check_seconds("monitor_interval", self.monitor_interval)
         if self.start_method not in START_METHODS:
             raise ConfigurationError(
                 f"start_method is {self.start_method!r}; it must be one of {', '.join(START_METHODS)}"
@@ -191,7 +191,17 @@ def _as_path(name: str, value: object) -> Path:
     return Path(value)
 
 
-def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
+def check_seconds(name: str, value: object, least: float = 0.001) -> None:
+    """Raise ConfigurationError unless ``value`` is a number of seconds that is at least ``least``."""
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not valid or not (least <= value < MAX_SECONDS or value == math.inf):  # type: ignore[operator]
+        raise ConfigurationError(
+            f"{name} is {value!r:.60}; it must be a number of seconds, at least {least:g}"
+        )
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise ConfigurationError unless ``value`` is an integer from ``least`` to ``most``; None: no limit."""
     valid = isinstance(value, int) and not isinstance(value, bool)
     if not valid or value < least or (most is not None and value > most):  # type: ignore[operator]
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"

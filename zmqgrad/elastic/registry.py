@@ -14,7 +14,7 @@ from zmqgrad.elastic.round_stores import RoundStores, ServedByRankZero, SharedSt
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import new_node
 from zmqgrad.elastic.state_holder import RendezvousBackend
-from zmqgrad.errors import ConfigurationError, RendezvousConnectionError, StoreError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, RendezvousConnectionError, StoreError
 from zmqgrad.store import TCPStore
 from zmqgrad.store.etcd.cluster import SETTINGS, read_options
 from zmqgrad.store.etcd.store import parse_members
@@ -124,7 +124,10 @@ def create_handler(
         >>> handler = create_handler("zmqgrad", "host0:29400", "job", 2, 4)  # doctest: +SKIP
         >>> store, rank, world_size, number = handler.next_rendezvous()  # doctest: +SKIP
     """
-    known = _backends.get(backend)
+    for value in (endpoint, local_addr or ""):
+        if not isinstance(value, str):
+            raise ArgumentTypeError(f"the endpoint and local_addr must be text, not {value!r}")
+    known = _backends.get(backend) if isinstance(backend, str) else None
     if known is None:
         raise ConfigurationError(
             f"there is no rendezvous backend {backend!r}; the names are {', '.join(sorted(_backends))}"
@@ -163,7 +166,7 @@ def _converted(conf: Mapping[str, Any], name: str, convert: Callable[[Any], T], 
         return default
     try:
         return convert(conf[name])
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, OverflowError) as e:
         raise ConfigurationError(f"the setting {name!r} of the rendezvous is {conf[name]!r}: {e}") from None
 
 

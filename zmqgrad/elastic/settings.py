@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from zmqgrad.elastic.launch_config import check_integer, check_seconds
 from zmqgrad.errors import ConfigurationError
+
+MAX_ATTEMPTS = 1_000_000
+LEAST_INTERVAL_SECONDS = 0.01
+"""With less, the nodes of a job would do nothing but write heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,7 @@ class RendezvousTimeout:
 
     def __post_init__(self) -> None:
         for name, seconds in vars(self).items():
-            if not seconds > 0:
-                raise ConfigurationError(f"the timeout {name!r} is {seconds} s; it must be greater than 0")
+            check_seconds(f"the timeout {name!r}", seconds)
 
 
 @dataclass(frozen=True)
@@ -58,19 +62,10 @@ class RendezvousSettings:
     def __post_init__(self) -> None:
         if not self.run_id:
             raise ConfigurationError("the run id of a rendezvous must not be empty")
-        if self.min_nodes < 1:
-            raise ConfigurationError(
-                f"the minimum number of nodes is {self.min_nodes}; it must be at least 1"
-            )
-        if self.max_nodes < self.min_nodes:
-            raise ConfigurationError(
-                f"the maximum number of nodes ({self.max_nodes}) is less than the minimum ({self.min_nodes})"
-            )
-        if not self.keep_alive_interval > 0 or self.keep_alive_max_attempt < 1:
-            raise ConfigurationError(
-                f"the keep-alive interval is {self.keep_alive_interval} s, the number of attempts "
-                f"{self.keep_alive_max_attempt}; the one must be greater than 0, the other at least 1"
-            )
+        check_integer("min_nodes", self.min_nodes, 1)
+        check_integer("max_nodes", self.max_nodes, self.min_nodes)
+        check_seconds("keep_alive_interval", self.keep_alive_interval, LEAST_INTERVAL_SECONDS)
+        check_integer("keep_alive_max_attempt", self.keep_alive_max_attempt, 1, MAX_ATTEMPTS)
 
     @property
     def agreement(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zmqgrad.autograd.api import get_context, gradients_of
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.optim.owners import call_owners, group_by_owner, local_values
 from zmqgrad.rpc import RRef
 
@@ -73,7 +73,10 @@ def clip_grad_norm(
         ...     clip_grad_norm(context_id, [weight], max_norm=1.0)  # the norm before
         tensor(2., dtype=torch.float64)
     """
-    norm_type = float(norm_type)  # torch accepts "inf"
+    try:
+        max_norm, norm_type = float(max_norm), float(norm_type)  # torch accepts "inf"
+    except (TypeError, ValueError, OverflowError, RuntimeError) as e:
+        raise ArgumentTypeError(f"clip_grad_norm: max_norm and norm_type must be numbers: {e}") from None
     owners = group_by_owner(params_rref)
     if not owners:
         raise ConfigurationError("clip_grad_norm got an empty parameter list")
@@ -86,7 +89,7 @@ def clip_grad_norm(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped: "
             + ", ".join(f"{owner} has {norm}" for owner, norm in norms.items())
         )
-    factor = float(max_norm) / (total.item() + EPSILON)
+    factor = max_norm / (total.item() + EPSILON)
     if not factor >= 1.0:  # a nan is not: it spreads to the gradients, as in torch
         call_owners(_scale, {owner: (context_id, params, factor) for owner, params in owners.items()})
     return total

@@ -13,6 +13,8 @@ from zmqgrad.optim.groups import ParamGroup, RemoteParameters
 from zmqgrad.optim.local import Group, LocalOptimizer, Sharing, make
 from zmqgrad.optim.owners import as_list, call_method, call_owners, check_owners, group_by_owner
 from zmqgrad.rpc import RRef
+from zmqgrad.rpc.futures import check_callable
+from zmqgrad.store.arguments import as_integer
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class DistributedOptimizer:
         max_staleness: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if max_staleness is not None and not (versions and max_staleness >= 0):
+        check_callable(optimizer_class, "optimizer_class")
+        if max_staleness is not None and not (versions and as_integer(max_staleness, "max_staleness") >= 0):
             raise ConfigurationError("max_staleness must be at least 0, and needs versions=True")
         groups = _groups_by_owner(params_rref)
         self._how = (args, kwargs, Sharing(versions, max_staleness))
@@ -115,6 +118,8 @@ class DistributedOptimizer:
             Exception: the error of the step on an owner, with the owner's name. The other owners complete
                 their steps. If several steps failed, the cause of the exception lists the others.
         """
+        if closure is not None:
+            check_callable(closure, "closure")
         get_context(context_id)  # an owner may learn later that it has been released
         loss = None if closure is None else closure()
         owners = call_method(self._locals, "step", context_id)

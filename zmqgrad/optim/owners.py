@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from zmqgrad.errors import ArgumentTypeError, ConfigurationError, RpcError
+from zmqgrad.errors import ConfigurationError, RpcError
 from zmqgrad.rpc import RRef, get_worker_info, rpc_async
+from zmqgrad.store import arguments
 
 
 def as_list(params_rref: Iterable[Any], name: str = "params_rref") -> list[Any]:
@@ -21,9 +22,7 @@ def as_list(params_rref: Iterable[Any], name: str = "params_rref") -> list[Any]:
     """
     if isinstance(params_rref, RRef):
         raise ConfigurationError(f"{name} must be a list of RRefs, not an RRef: put it into a list")
-    if not isinstance(params_rref, Iterable):
-        raise ArgumentTypeError(f"{name} must be a list of RRefs, not {params_rref!r}")
-    return list(params_rref)
+    return arguments.as_list(params_rref, f"{name} must be a list of RRefs")
 
 
 def group_by_owner(params_rref: Iterable[RRef[Any]], name: str = "params_rref") -> dict[str, list[RRef[Any]]]:

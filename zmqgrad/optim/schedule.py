@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from zmqgrad.errors import ArgumentTypeError
 from zmqgrad.optim.local import LocalOptimizer
 from zmqgrad.optim.optimizer import DistributedOptimizer
 from zmqgrad.optim.owners import call_owners, check_owners
 from zmqgrad.rpc import RRef
+from zmqgrad.rpc.futures import check_callable
 
 
 def _make(local: RRef[LocalOptimizer], make: Callable[..., Any], args: Any, kwargs: Any) -> RRef[Any]:
@@ -58,6 +60,9 @@ class DistributedLRScheduler:
     def __init__(
         self, optimizer: DistributedOptimizer, make: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise ArgumentTypeError(f"optimizer must be a DistributedOptimizer, not {optimizer!r}")
+        check_callable(make, "make")
         locals_ = optimizer.local_optimizers
         made = call_owners(_make, {owner: (local, make, args, kwargs) for owner, local in locals_.items()})
         self._schedules: dict[str, RRef[Any]] = made

@@ -155,16 +155,14 @@ class PythonFuture(torch.futures.Future[T]):
         return f"<{type(self).__name__} {'done' if self.done() else 'pending'}>"
 
 
-def check_callable(callback: object) -> None:
-    """Check that ``callback`` can be called.
+def check_callable(callback: object, what: str = "A callback") -> None:
+    """Check that ``callback`` can be called. An error says ``what`` it is.
 
     Raises:
         ArgumentTypeError: if it cannot.
     """
     if not callable(callback):
-        raise ArgumentTypeError(
-            f"incompatible function arguments. A callback must be callable, not {callback!r}"
-        )
+        raise ArgumentTypeError(f"incompatible function arguments. {what} must be callable, not {callback!r}")
 
 
 class RpcFuture(PythonFuture[T]):

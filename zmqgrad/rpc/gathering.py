@@ -23,6 +23,7 @@ from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.blocking import check_may_wait
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise, countdown
+from zmqgrad.store.arguments import as_list
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -59,8 +60,7 @@ def broadcast(
         >>> rpc.wait_all(rpc.broadcast(["worker0", "worker1"], torch.sqrt, args=(torch.tensor(4.0),)))
         [tensor(2.), tensor(2.)]
     """
-    if workers is not None and (isinstance(workers, str) or not isinstance(workers, Iterable)):
-        raise ArgumentTypeError(f"broadcast: workers must be a list of workers, not {workers!r}")
+    workers = None if workers is None else as_list(workers, "broadcast: workers must be a list of workers")
     worker = current_worker()
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     find = worker.membership.find
@@ -134,9 +134,7 @@ def as_completed(futures: Iterable[F], timeout: float = 0.0) -> Iterator[F]:
 
 
 def _checked(futures: Iterable[F]) -> list[F]:
-    if not isinstance(futures, Iterable):
-        raise ArgumentTypeError(f"incompatible function arguments: {futures!r} is no list of futures")
-    each = list(futures)
+    each = as_list(futures, "incompatible function arguments: expected a list of futures")
     for future in each:
         if not isinstance(future, CppFuture):
             raise ArgumentTypeError(

@@ -163,6 +163,8 @@ class RpcBackendOptions:
         Raises:
             ConfigurationError: if a key or value is not a device, or if the map is not one-to-one.
         """
+        if not isinstance(to, str):
+            raise ArgumentTypeError(f"a device map is for the name of a worker, not for {to!r}")
         maps = dict(self.device_maps)
         maps[to] = to_device_map(device_map, maps.get(to))
         self.device_maps = maps
@@ -309,6 +311,10 @@ def check_timeout(value: Any, name: str = "timeout") -> float:
         value = value.total_seconds()
     if isinstance(value, bool) or not hasattr(type(value), "__float__"):
         raise ArgumentTypeError(f"{name} must be seconds or a timedelta, not {value!r}")
-    if not value >= 0:
+    try:
+        seconds = float(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as e:  # too large; several elements
+        raise OptionError(f"{name} must be a number of seconds: {e}") from None
+    if not seconds >= 0:
         raise OptionError(f"{name} must be at least 0 seconds (0: no limit), not {value!r}")
-    return float(value)
+    return seconds

@@ -27,6 +27,7 @@ from zmqgrad.errors import (
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.directory import key_of
 from zmqgrad.rpc.in_flight import served
+from zmqgrad.rpc.membership.worker_info import check_names
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.relaying import Place, Redirection, Version, offer
 from zmqgrad.rpc.worker import Worker
@@ -122,8 +123,7 @@ def publish(
         2
     """
     worker, key = current_worker(), key_of(PREFIX, name)
-    if isinstance(changed, str):
-        raise ArgumentTypeError(f"publish: changed is several names, as [{changed!r}], not one")
+    names = None if changed is None else check_names(changed, "publish: changed", "tensors")
     began, checked = monotonic_ns(), _checked(tensors)
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     shelf = worker.shelf
@@ -135,7 +135,7 @@ def publish(
         raw, last = _last(worker, name, deadline)
         number = last.version + 1
         before = shelf.newest(name, last.version) if last.publisher == worker.id else None
-        kept = {} if changed is None else _unchanged(checked, set(changed), before)
+        kept = {} if names is None else _unchanged(checked, set(names), before)
         places, blocks = dict(kept), {}
         size, fresh = 0, {key: t for key, t in checked.items() if key not in kept}
         if fresh:

@@ -28,6 +28,7 @@ from zmqgrad.rpc.relaying import fetch
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
+from zmqgrad.store.arguments import as_integer
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Subscription:
         """
         seconds = self._worker.resolve_timeout(timeout)
         deadline = Deadline.after(seconds or None)
-        last = self.version if newer_than is None else newer_than
+        last = self.version if newer_than is None else as_integer(newer_than, "newer_than")
         while True:
             found, changed = self._newer(last)
             if found is not None:

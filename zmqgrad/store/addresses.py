@@ -29,7 +29,11 @@ def connecting_address(host: str, port: int) -> str:
     Raises:
         ConfigurationError: if ``host`` is malformed.
     """
-    if not host or "/" in host or any(c.isspace() for c in host):
+    try:
+        named = host.encode("idna")  # as the resolver does; an empty or long label fails
+    except UnicodeError:
+        named = b""
+    if not named or "/" in host or any(c.isspace() for c in host):
         raise ConfigurationError(f"{host!r} is not a host name or address")
     bare = host.strip("[]")
     return tcp_address(bare, port)

@@ -1,4 +1,4 @@
-"""Validation of the arguments of stores: keys, values, timeouts.
+"""Validation of arguments: lists and integers, and the keys, values and timeouts of stores.
 
 A key is text. As in torch, it may also be bytes that are not valid UTF-8: the character U+10FF00 + ``b``
 represents an invalid byte ``b``, so that ``list_keys`` can return the key, and calls accept the result. The
@@ -7,11 +7,15 @@ surrogate escapes of Python's file names (``os.listdir``) are accepted for the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.wire.messages import MAX_KEY, MAX_KEYS, MAX_VALUE
+
+T = TypeVar("T")
 
 Timeout = timedelta | float
 
@@ -23,6 +27,29 @@ MAX_SHOWN = 200
 _ESCAPE = 0x10FF00
 _PYTHON_ESCAPE = 0xDC00
 """Offsets of the characters that represent bytes: here, and in Python's surrogate escapes."""
+
+
+def as_list(values: Iterable[T], expected: str) -> list[T]:
+    """Check that ``values`` are several, and return them as a list. An error begins with ``expected``.
+
+    Raises:
+        ArgumentTypeError: if they are not, or are a string.
+    """
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ArgumentTypeError(f"{expected}, not the {type(values).__name__} {values!r:.60}")
+    return list(values)
+
+
+def as_integer(value: Any, what: str) -> int:
+    """Check that ``value`` is an integer, and return it as an int. An error begins with ``what`` it is.
+
+    Raises:
+        ArgumentTypeError: if it is not.
+    """
+    try:
+        return int(operator.index(value))  # a bool or a numpy integer becomes an int
+    except TypeError:
+        raise ArgumentTypeError(f"{what} must be an int, not {type(value).__name__}") from None
 
 
 def as_key(key: str | bytes) -> str:
@@ -59,9 +86,7 @@ def as_keys(keys: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ArgumentTypeError, ConfigurationError: if one is not a valid key, or ``keys`` is a single string.
     """
-    if isinstance(keys, (str, bytes)):
-        raise ArgumentTypeError(f"expected a list of keys, not the {type(keys).__name__} {keys[:40]!r}")
-    checked = tuple(keys)
+    checked = tuple(as_list(keys, "expected a list of keys"))
     if {*map(type, checked)} != {str} or not "".join(checked).isascii() or max(map(len, checked)) > MAX_KEY:
         checked = tuple([as_key(key) for key in checked])
     if len(checked) > MAX_KEYS:
@@ -101,7 +126,10 @@ def seconds_of(timeout: Timeout) -> float:
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
     elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
-        seconds = float(timeout)
+        try:
+            seconds = float(timeout)
+        except OverflowError as e:
+            raise ConfigurationError(f"a timeout is too long: {e}") from None
     else:
         raise ArgumentTypeError(f"a timeout must be a timedelta or seconds, not {type(timeout).__name__}")
     if not seconds >= 0:

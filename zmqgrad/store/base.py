@@ -9,14 +9,12 @@ UTF-8); results are ``bytes``. Timeouts are ``timedelta`` or seconds.
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 from zmqgrad.errors import (
-    ArgumentTypeError,
     ClosedError,
     ConfigurationError,
     QueueEmptyError,
@@ -24,7 +22,7 @@ from zmqgrad.errors import (
     StoreTimeoutError,
 )
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
+from zmqgrad.store.arguments import Timeout, as_integer, as_key, as_keys, as_list, as_value, seconds_of
 from zmqgrad.store.effects import MAX_BATCH_BYTES
 from zmqgrad.store.events import (
     IGNORE_EVENTS,
@@ -113,12 +111,7 @@ class Store(ABC):
             StoreError: if the value is not a number, or the sum does not fit 64 bits.
         """
         if type(amount) is not int:
-            try:
-                amount = int(operator.index(amount))  # a bool or a numpy integer becomes an int
-            except TypeError:
-                raise ArgumentTypeError(
-                    f"add: the amount must be an int, not {type(amount).__name__}"
-                ) from None
+            amount = as_integer(amount, "add: the amount")
         if not -(1 << 63) <= amount < 1 << 63:
             raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
         return self._ask(StoreAdd(as_key(key), amount), StoreNumber).number
@@ -178,9 +171,8 @@ class Store(ABC):
         Raises:
             ArgumentTypeError, ConfigurationError: if ``values`` is no list of that length, or is too large.
         """
-        if isinstance(values, (str, bytes)):
-            raise ArgumentTypeError(f"multi_set: expected a list of values, not the {type(values).__name__}")
-        names, checked = as_keys(keys), tuple([as_value(value) for value in values])
+        names = as_keys(keys)
+        checked = tuple(map(as_value, as_list(values, "multi_set: expected a list of values")))
         if len(names) != len(checked):
             raise ConfigurationError(f"multi_set: {len(names)} keys, but {len(checked)} values")
         size = sum(map(len, checked))

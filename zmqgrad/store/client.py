@@ -10,7 +10,7 @@ from zmqgrad import environment
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import check_port, connecting_address, listening_address
-from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
+from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout, as_integer
 from zmqgrad.store.base import Store
 from zmqgrad.store.connection import Connection
 from zmqgrad.store.events import EventHandler
@@ -81,6 +81,7 @@ class TCPStore(Store):
         super().__init__(timeout)
         if not isinstance(host_name, str):
             raise ArgumentTypeError(f"the host name must be a str, not {type(host_name).__name__}")
+        world_size = 0 if world_size is None else max(0, as_integer(world_size, "the world size"))
         connecting_address(host_name, check_port(port))
         if port == 0 and not is_master:
             raise ConfigurationError("a client needs the port of its master, not 0")
@@ -110,7 +111,7 @@ class TCPStore(Store):
         self._finalizer = Finalizer(self, self._closing)
         try:
             self._connection.ping()
-            if world_size is not None and world_size > 0:
+            if world_size:
                 self._count_worker(world_size, wait=is_master and wait_for_workers)
         except BaseException:
             self.close()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
+from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout, as_integer
 from zmqgrad.store.base import Store
 from zmqgrad.store.events import EventHandler
 from zmqgrad.store.file_connection import FileConnection
@@ -54,7 +53,7 @@ class FileStore(Store):
     ) -> None:
         super().__init__(timeout)
         self._path = _as_path(file_name)
-        world_size = operator.index(world_size)
+        world_size = as_integer(world_size, "the world size")
         place = absolute(self._path)
         check_file_system(place, allow_network_file_system)
         self._allow_network = allow_network_file_system

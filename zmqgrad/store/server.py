@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from zmqgrad import environment
-from zmqgrad.errors import StoreError
+from zmqgrad.errors import ArgumentTypeError, StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.contents import Contents
 from zmqgrad.store.journal import Journal
@@ -73,6 +73,8 @@ class StoreServer:
         fast_path: bool | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
+        if not isinstance(address, str):
+            raise ArgumentTypeError(f"the address of a store must be a str, not {type(address).__name__}")
         self.name = name
         self._keys = keys_for_store(secret)
         self._watch_port = watch_port

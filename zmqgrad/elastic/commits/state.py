@@ -14,6 +14,7 @@ from zmqgrad import environment
 from zmqgrad.elastic.commits import files
 from zmqgrad.elastic.commits.agreement import REPLICATED, Choice
 from zmqgrad.elastic.commits.connection import Commits, Part, connect
+from zmqgrad.elastic.launch_config import check_seconds
 from zmqgrad.errors import CommitError, ConfigurationError
 from zmqgrad.runtime.clock import Deadline
 
@@ -144,6 +145,7 @@ class State:
             CommitError: if that takes longer, or :meth:`restore` was not called before.
             PayloadError: if a value cannot be serialized.
         """
+        check_seconds("timeout", timeout, 0)
         with self._lock:
             commits = self._commits
             if commits is None:
@@ -182,6 +184,7 @@ class State:
         Raises:
             CommitError: if that takes longer, or nothing was committed.
         """
+        check_seconds("timeout", timeout, 0)
         with self._lock:
             if self._commits is None or not self._number:
                 raise CommitError("wait() waits for a commit: call commit() first")
@@ -231,6 +234,7 @@ class State:
             CommitError: if not all ranks call this in time, or a part does not fit; or if the newest whole
                 commit is lost in part, and none is on disk. If all ranks catch that, they begin anew.
         """
+        check_seconds("timeout", timeout, 0)
         with self._lock:
             if self._commits is None:
                 self._object("_commits", connect())

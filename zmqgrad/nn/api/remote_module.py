@@ -24,6 +24,7 @@ from zmqgrad.rpc import remote as create_remotely
 from zmqgrad.rpc.current import current_worker, current_worker_or_none
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.serialization.context import RpcSerializable
+from zmqgrad.rpc.serialization.serializer import to_args, to_kwargs
 
 __all__ = ["RemoteModule"]
 
@@ -108,7 +109,7 @@ class RemoteModule(nn.Module, RpcSerializable):
         super().__init__()
         _refuse_interface(_module_interface_cls)
         on, device = _parse_remote_device(remote_device)
-        content = (module_cls, tuple(args or ()), dict(kwargs or {}), device)
+        content = (module_cls, to_args(args), to_kwargs(kwargs or {}), device)
         self._initialize(on, device, create_remotely(on, _create_module, content), checkpoint)
         signature = _signature_of(module_cls)
         self.forward_async.__signature__ = self.forward.__signature__ = signature

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar, overload
 
-from zmqgrad.errors import ArgumentTypeError, UnknownWorkerError
+from zmqgrad.errors import UnknownWorkerError
 from zmqgrad.rpc.api import rpc_async, rpc_sync
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
@@ -29,10 +29,13 @@ from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.store.arguments import as_list
 
 T = TypeVar("T")
 
 WILDCARDS = "*?["
+
+_EXPECTED = "a group is made of names, ranks, WorkerInfos or a pattern such as 'trainer*'"
 
 _Begun = tuple[Worker, tuple[WorkerInfo, ...], float]
 """The caller, the members, and the timeout."""
@@ -205,7 +208,7 @@ class WorkerGroup(Sequence[WorkerInfo]):
         self, func: Any, args: Iterable[Sequence[Any]], kwargs: Any, timeout: float, errors: OnErrors
     ) -> GroupCall:
         worker, members, seconds = self._begin(timeout, errors)
-        whats = [(func, each, kwargs) for each in args]
+        whats = [(func, each, kwargs) for each in as_list(args, "map: args must be a list of tuples")]
         check_length(whats, members, self)
 
         def request(index: int, peer: WorkerRecord, left: float, reply_to: int) -> PendingCall:
@@ -331,13 +334,9 @@ def group(workers: str | int | WorkerInfo | Iterable[str | int | WorkerInfo]) ->
     if isinstance(workers, WorkerGroup):
         return workers
     several = [workers] if isinstance(workers, (str, int, WorkerInfo)) else workers
-    if not isinstance(several, Iterable):
-        raise ArgumentTypeError(
-            f"a group is made of names, ranks, WorkerInfos or a pattern such as 'trainer*', not {workers!r}"
-        )
     membership = current_worker().membership
     terms: list[str | WorkerInfo] = []
-    for worker in several:
+    for worker in as_list(several, _EXPECTED):
         if isinstance(worker, str) and any(c in worker for c in WILDCARDS):
             terms.append(worker)
         else:

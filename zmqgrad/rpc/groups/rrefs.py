@@ -18,6 +18,7 @@ from zmqgrad.rpc.rref.proxies import Proxy, call_method
 from zmqgrad.rpc.serialization.context import SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_arguments, to_args
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.store.arguments import as_list
 from zmqgrad.wire.messages import RRefFetch
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class RRefGroup(Sequence[RRef[T]]):
     __slots__ = ("_rrefs",)
 
     def __init__(self, rrefs: Iterable[RRef[T]]) -> None:
-        self._rrefs = tuple(rrefs)
+        self._rrefs = tuple(as_list(rrefs, "expected a list of RRefs"))
 
     def __len__(self) -> int:
         return len(self._rrefs)

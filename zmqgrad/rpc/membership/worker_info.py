@@ -7,13 +7,14 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError, WorkerNameError
+from zmqgrad.store.arguments import as_list
 from zmqgrad.wire.ids import MAX_WORKER
 
 MAX_NAME = 128
@@ -85,17 +86,17 @@ def check_name(name: object) -> str:
     return name
 
 
-def check_names(names: object, argument: str) -> list[str]:
-    """Return ``names``, which was passed as ``argument``, as a list.
+def check_names(names: Any, argument: str, of: str = "workers") -> list[str]:
+    """Return the ``names`` of ``of``, which were passed as ``argument``, as a list.
 
     Raises:
         ArgumentTypeError: if it is no list of names.
     """
-    if not isinstance(names, str) and isinstance(names, Iterable):
-        found = list(names)
-        if all(isinstance(name, str) for name in found):
-            return found
-    raise ArgumentTypeError(f"{argument} must be a list of names of workers, not {names!r}")
+    expected = f"{argument} must be a list of names of {of}"
+    found = as_list(names, expected)
+    if not all(isinstance(name, str) for name in found):
+        raise ArgumentTypeError(f"{expected}, not {names!r}")
+    return found
 
 
 def check_rank(rank: object, world_size: object) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def serialize_call(
         )
     if args.__class__ is not tuple:
         args = to_args(args)
-    kwargs = {} if kwargs is None else _to_kwargs(kwargs)
+    kwargs = {} if kwargs is None else to_kwargs(kwargs)
     if function.__class__ is torch.jit.ScriptFunction:
         check_script_arguments(function, args, kwargs)
     reference = reference_to(function, context.main_by_reference)
@@ -118,7 +118,12 @@ def to_args(args: Any) -> tuple[Any, ...]:
     return tuple(args)
 
 
-def _to_kwargs(kwargs: Any) -> dict[str, Any]:
+def to_kwargs(kwargs: Any) -> dict[str, Any]:
+    """The keyword arguments of a call as a dict.
+
+    Raises:
+        PayloadError: if ``kwargs`` are no mapping from names.
+    """
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise PayloadError(f"kwargs must be a dict of arguments by name, not {reprlib.repr(kwargs)}")
     return dict(kwargs)
