@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -92,6 +93,12 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes, message: str) -> N
     path.write_bytes(data)
     with pytest.raises(TraceError, match=message), log.LogReader(path) as reader:
         list(reader)
+
+
+def test_a_named_pipe_is_refused_instead_of_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.zgtrace")
+    with pytest.raises(TraceError, match="no regular file"):
+        log.LogReader(tmp_path / "a.zgtrace")
 
 
 def test_a_directory_without_logs_is_an_error_that_names_the_remedy(tmp_path: Path) -> None:

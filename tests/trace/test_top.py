@@ -153,7 +153,8 @@ def read_until(fd: int, text: bytes, seconds: float = 30) -> bytes:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_the_terminal_is_drawn_and_restored(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_terminal_is_drawn_and_restored(tmp_path: Path, signum: int, code: int) -> None:
     two(tmp_path, 2, clock="boot", skew=0)
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "LINES": "40"}
@@ -165,9 +166,9 @@ def test_the_terminal_is_drawn_and_restored(tmp_path: Path) -> None:
             seen = read_until(ours, b"from > to")
             assert b"\x1b[?1049h" in seen  # the alternate screen
             assert b"by bytes" in seen
-            top.send_signal(signal.SIGINT)
+            top.send_signal(signum)
             read_until(ours, b"\x1b[?1049l")
-            assert top.wait(20) == 130
+            assert top.wait(20) == code
         finally:
             top.kill()
             os.close(ours)

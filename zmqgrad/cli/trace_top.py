@@ -6,6 +6,7 @@ import argparse
 import itertools
 import math
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -97,11 +98,13 @@ def execute(arguments: argparse.Namespace) -> int:
             return 0
         if not sys.stdout.isatty():
             raise TraceError("top needs a terminal; --once and --json print to a file or pipe")
+        before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
         print("\x1b[?1049h\x1b[?25l", end="")  # the alternate screen, without a cursor
         try:
             _run(follower, draw, arguments)
         finally:
             print("\x1b[?25h\x1b[?1049l", end="", flush=True)
+            signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -83,6 +83,8 @@ class LogReader:
         self.path = Path(path)
         self._on_read = on_read
         try:
+            if self.path.exists() and not self.path.is_file():  # opening a named pipe waits for a writer
+                raise TraceError(f"{self.path} is no trace log: it is no regular file")
             self._file: BinaryIO = self.path.open("rb")
         except OSError as e:
             raise TraceError(f"cannot open the trace log {self.path}: {e.strerror or e}") from e
