@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,19 @@ def test_a_job_whose_store_ends_with_another_job_is_warned(caplog: pytest.LogCap
 def test_an_endpoint_that_is_not_served() -> None:
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:\d+ cannot be used"):
         open_endpoint(f"127.0.0.1:{free_port()}", 0.2, is_host=False)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(RendezvousConnectionError, match=r"a server that sends nothing, .* listens there"),
+    ):
+        open_endpoint(f"127.0.0.1:{silent.getsockname()[1]}", 0.2, is_host=False)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web, ThreadPoolExecutor() as pool:
+        serving = pool.submit(web.serve_forever, 0.01)
+        try:
+            with pytest.raises(RendezvousConnectionError, match="a web server listens there"):
+                open_endpoint(f"127.0.0.1:{web.server_port}", 0.2, is_host=False)
+        finally:
+            web.shutdown()
+            serving.result(20)
     assert is_this_host("localhost")
     assert not is_this_host("192.0.2.1")
 

@@ -18,6 +18,9 @@ from zmqgrad.store import TCPStore
 DEFAULT_PORT = 29400
 """As torchelastic's c10d backend."""
 
+PROBE_SECONDS = 0.5
+"""How long a server at the endpoint, from which no store has replied, may take to show what it is."""
+
 LOOK_SECONDS = 3.0
 """How long a process that may serve the store connects, before it looks whether the port is free by now."""
 
@@ -52,6 +55,24 @@ def is_this_host(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _what_listens(host: str, port: int) -> str:
+    """The beginning of an error message: what listens there, if it is no ZeroMQ socket; otherwise empty."""
+    try:
+        with socket.create_connection((host.strip("[]"), port), PROBE_SECONDS) as probe:
+            try:
+                greeting = probe.recv(1)  # ZeroMQ sends it at once
+            except TimeoutError:
+                probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                greeting = probe.recv(5)
+    except TimeoutError:
+        return "a server that sends nothing, and so is no store of zmqgrad, listens there; "
+    except OSError:
+        return ""
+    if greeting == b"\xff":
+        return ""
+    return f"{'a web server' if greeting == b'HTTP/' else 'a server of another protocol'} listens there; "
 
 
 _left_open: dict[tuple[int, str, int], TCPStore] = {}
@@ -98,5 +119,6 @@ def open_endpoint(endpoint: str, timeout: float, is_host: bool | None = None) ->
         except (StoreError, AddressInUseError) as e:
             if may_serve and isinstance(e, StoreTimeoutError) and not deadline.passed():
                 continue
-            text = f"the rendezvous endpoint {host}:{port} cannot be used: {e}"
+            other = _what_listens(host, port) if isinstance(e, StoreTimeoutError) else ""
+            text = f"the rendezvous endpoint {host}:{port} cannot be used: {other}{e}"
             raise RendezvousConnectionError(text) from e

@@ -70,7 +70,11 @@ class OperatorExecutor:
         holder.sync()
         action = operator(holder.context(), deadline)
         if action is Action.ERROR_CLOSED:
-            why = "was retired: the process that served it has left" if holder.state.retired else "is closed"
+            why = (
+                "was retired: the process that served it has left"
+                if holder.state.retired
+                else "is closed, as its job has ended: give a new job another id (run_id, --rdzv-id)"
+            )
             raise RendezvousClosedError(f"the rendezvous {self._settings.run_id!r} {why}")
         if action is Action.ERROR_NOT_NEEDED:
             raise RendezvousGracefulExitError(
