@@ -11,6 +11,7 @@ from typing_extensions import assert_type
 
 from zmqgrad import rpc
 from zmqgrad.errors import OperatorError
+from zmqgrad.store import HashStore
 from zmqgrad.testing import cluster
 
 
@@ -30,6 +31,11 @@ class Counter:
     def add(self, number: int) -> int:
         self.count += number
         return self.count
+
+
+def test_a_with_block_has_the_class_of_its_store() -> None:
+    with HashStore() as store:
+        assert assert_type(store, HashStore).num_keys() == 0
 
 
 def test_results_have_types() -> None:

@@ -63,6 +63,7 @@ from zmqgrad.wire.messages import (
 )
 
 M = TypeVar("M", bound=Message)
+S = TypeVar("S", bound="Store")
 
 
 class Store(ABC):
@@ -376,7 +377,7 @@ class Store(ABC):
                 f"barrier timeout after {seconds:g} s, key {name!r}: {present} of {world_size} have arrived"
             ) from e
 
-    def __enter__(self) -> Store:
+    def __enter__(self: S) -> S:
         return self
 
     def __exit__(self, *exc: object) -> None:
