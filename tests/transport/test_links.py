@@ -15,9 +15,9 @@ import pytest
 import zmq
 
 from tests.support.interpreter import run_python
-from tests.transport.contract import Office, acquire
+from tests.transport.contract import Office, acquire, office_of
 from tests.transport.test_contract import OverZmq
-from zmqgrad.errors import TransportError, UnknownPeerError
+from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd
 from zmqgrad.transport.bind_policy import bind
@@ -217,3 +217,33 @@ def test_the_end_of_one_peer_leaves_the_large_messages_of_others_alone() -> None
             del inbound
     finally:
         office.close()
+
+
+@pytest.mark.parametrize("way", ["ipc", "tcp"])
+def test_a_reader_that_fails_ends_all_links(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No other thread would read, and who waits for a reply would wait for ever."""
+    arrived: list[Inbound] = []
+    ends: SimpleQueue[PeerEnd] = SimpleQueue()
+
+    def on_idle() -> None:
+        if arrived:
+            raise MemoryError("no memory for a batch")
+
+    with office_of(OverZmq(way)) as office:
+        box = office.open(0, start=False)
+        others = [office.open(n, ends=True) for n in (1, 2)]
+        box.mailbox.start(arrived.append, office.resolve, on_end=ends.put, on_idle=on_idle)
+        for other in others:
+            box.mailbox.send(other.mailbox.worker_id, Hello("x"), 1)
+            assert isinstance(other.events.get(timeout=20), Inbound)
+        others[0].mailbox.send(0, Hello("x"), 1)
+        ended = [ends.get(timeout=20) for _ in others]
+        assert {end.peer for end in ended} == {1, 2}
+        assert all("w0 can receive nothing more: MemoryError" in end.reason for end in ended)
+        for other in others:
+            end = other.events.get(timeout=20)
+            assert isinstance(end, PeerEnd)
+            assert "can receive nothing more" in end.reason, "they are told why"
+        assert "w0-receiver: reading has failed" in caplog.text
+        with pytest.raises(ClosedError, match="can receive nothing more"):
+            box.mailbox.send(1, Hello("x"), 2)

@@ -108,6 +108,7 @@ class Endpoint:
         self._on_end = on_end
         self._refuse_ended = refuse
         self.reader = Reader(f"{name}-receiver", self._close_sockets, budget)
+        self.reader.on_failed = self._fail
         self.end_bulk: Callable[[int, Callable[[], None]], bool] = lambda peer, ended: False
         """Makes the reader of bulk channels call ``ended`` behind all that has arrived from a peer. Returns
         whether there are any."""
@@ -428,6 +429,16 @@ class Endpoint:
             for channel in self.channels.all():
                 self._drain(channel)
         self._end_if_done(link)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all links, whatever has not been read: the reader has failed."""
+        for link in self._links.all():
+            if not link.end_reason:
+                link.end_reason, link.tells_peer = f"{self._name} can receive nothing more: {error!r}", True
+                self.ending.append(link)
+                self._on_ending(link)
+            link.paths.clear()
+            self._end_if_done(link)
 
     def _close_path(self, path: LocalConnection) -> None:
         """Handles the end of a local connection, behind its last packet. Reading thread only."""

@@ -19,6 +19,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq
@@ -70,6 +71,8 @@ class Reader:
         self.on_idle: OnIdle = _nothing
         """Called when all that has arrived was handled, and before the thread goes off to run a task. May
         return a task."""
+        self.on_failed: Callable[[Exception], object] = logger.debug
+        """Called with an error that ends the reader, before it closes: nothing is received any more."""
         self.at_router = False
         """Whether the ROUTER may have messages. To be set after it was used otherwise than to read: its
         descriptor does not report again what it has reported."""
@@ -214,6 +217,9 @@ class Reader:
                     return task
         except zmq.ContextTerminated:
             logger.debug("%s: the context has ended", self._name)
+        except Exception as e:  # no other thread would read: who waits for messages is to be told
+            logger.exception("%s: reading has failed, so nothing is received any more", self._name)
+            self._call(partial(self.on_failed, e))
         self._thread = 0
         self.shut()
         return None
