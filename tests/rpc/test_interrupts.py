@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.processes import free_port
 from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
 from zmqgrad.errors import ClosedError, NotInitializedError, UnknownWorkerError
@@ -23,7 +24,7 @@ from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import holding
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import HashStore, PrefixStore
+from zmqgrad.store import HashStore, PrefixStore, TCPStore
 from zmqgrad.transport.mailbox import ZmqMailbox
 
 
@@ -138,6 +139,25 @@ def test_a_call_of_a_signal_handler_that_fails_does_not_end_the_call_that_it_int
         patch.setattr(pair[0].mailbox, "send", interrupted_send)
         assert rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT) == 3
     assert failed == 1
+
+
+@KINDS
+def test_an_interrupt_while_a_store_is_made_leaves_no_server(kind: type[BaseException]) -> None:
+    made: list[TCPStore] = []
+    port = free_port()
+
+    def make() -> None:
+        made.append(TCPStore("127.0.0.1", port, is_master=True, timeout=WAIT))
+
+    number = 0
+    while interrupted(number, ("zmqgrad.store.client",), make, kind):
+        number += 1
+        while made:
+            made.pop().close()
+        make()  # fails if the port is in use
+        made.pop().close()
+    made.pop().close()
+    assert number > 10
 
 
 used: list[int] = []

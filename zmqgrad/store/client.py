@@ -15,7 +15,7 @@ from zmqgrad.store.base import Store
 from zmqgrad.store.connection import Connection
 from zmqgrad.store.events import EventHandler
 from zmqgrad.store.finalizer import Finalizer
-from zmqgrad.store.server import StoreServer, servers
+from zmqgrad.store.server import ServerHolder, servers
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 from zmqgrad.transport.security import load_keys
 from zmqgrad.wire.messages import StoreAdd, StoreNumber, StoreSet, StoreWait
@@ -88,28 +88,28 @@ class TCPStore(Store):
         keyed = load_keys(secret) is not None
         self._host = host_name
         self._secret = secret
-        self._server = (
-            servers.acquire(
-                listening_address(host_name, port, keyed),
-                multi_tenant,
-                journal=journal,
-                secret=secret,
-                listen_fd=master_listen_fd,
-                watch_port=check_port(watch_port),
-                fast_path=fast_path,
-            )
-            if is_master
-            else None
-        )
-        self._port = port if self._server is None else self._server.port
-        self._fast_path = fast_path
-        # Not every NAT leads a host back to itself.
-        reached = "127.0.0.1" if is_master and host_name == environment.advertise_address() else host_name
-        self._connection = Connection(reached, self._port, self._timeout, secret, fast_path)
-        self._request, self._registry = self._connection.request, self._connection.watches
-        self._closing = _Closing(self._connection, self._server)
+        self._closing = _Closing()
         self._finalizer = Finalizer(self, self._closing)
         try:
+            if is_master:
+                servers.acquire(
+                    self._closing,
+                    listening_address(host_name, port, keyed),
+                    multi_tenant,
+                    journal=journal,
+                    secret=secret,
+                    listen_fd=master_listen_fd,
+                    watch_port=check_port(watch_port),
+                    fast_path=fast_path,
+                )
+            self._server = self._closing.server
+            self._port = port if self._server is None else self._server.port
+            self._fast_path = fast_path
+            # Not every NAT leads a host back to itself.
+            reached = "127.0.0.1" if is_master and host_name == environment.advertise_address() else host_name
+            self._connection = Connection(reached, self._port, self._timeout, secret, fast_path)
+            self._closing.connection = self._connection
+            self._request, self._registry = self._connection.request, self._connection.watches
             self._connection.ping()
             if world_size:
                 self._count_worker(world_size, wait=is_master and wait_for_workers)
@@ -207,19 +207,19 @@ class TCPStore(Store):
         return f"<TCPStore at {self._host}:{self._port}{', master' if self._server is not None else ''}>"
 
 
-class _Closing:
+class _Closing(ServerHolder):
     """Closes the resources of a store, without a reference to it (see :mod:`~zmqgrad.store.finalizer`)."""
 
-    def __init__(self, connection: Connection, server: StoreServer | None) -> None:
-        self._connection = connection
-        self._server = server
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
         self.also: list[Callable[[], object]] = []
-        self._lock = threading.Lock()  # guards _server
+        self._lock = threading.Lock()  # guards server
 
     def __call__(self) -> None:
-        self._connection.close()
+        if self.connection is not None:
+            self.connection.close()
         with self._lock:
-            server, self._server = self._server, None
+            server, self.server = self.server, None
         if server is not None:
             servers.release(server)
         while self.also:

@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from zmqgrad import environment
@@ -173,6 +172,12 @@ class StoreServer:
         return f"<StoreServer at {self.endpoint}: {self._service.state.statistics()}>"
 
 
+class ServerHolder:
+    """Has a server, and releases it: known before the server, so that Ctrl-C behind its start leaves none."""
+
+    server: StoreServer | None = None
+
+
 class SharedServers:
     """The shared servers of this process by address (``multi_tenant``), with reference counts."""
 
@@ -180,20 +185,20 @@ class SharedServers:
         self._lock = threading.Lock()  # guards _shared
         self._shared: dict[str, tuple[StoreServer, int]] = {}  # server and number of users
 
-    def acquire(self, address: str, shared: bool, **options: Any) -> StoreServer:
-        """A server at ``address``; with ``shared`` the existing shared one, if any.
+    def acquire(self, holder: ServerHolder, address: str, shared: bool, **options: Any) -> None:
+        """Give ``holder`` a server at ``address``; with ``shared`` the existing shared one, if any.
 
         Args:
             options: arguments of :class:`StoreServer` for a new one.
         """
-        make = partial(StoreServer, address, **options)
         if not shared or address.endswith(":*"):
-            return make()
+            holder.server = StoreServer(address, **options)
+            return
         with self._lock:
             existing = self._shared.get(address)
-            server, users = existing or (make(), 0)
+            server, users = existing or (StoreServer(address, **options), 0)
             self._shared[address] = (server, users + 1)
-            return server
+            holder.server = server
 
     def release(self, server: StoreServer) -> None:
         """Close ``server``, unless others still use it."""
