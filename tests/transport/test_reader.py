@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import pytest
@@ -26,13 +26,24 @@ class Reading:
         self.router.bind("inproc://reader")
         self.handled: SimpleQueue[object] = SimpleQueue()
         self.reader = Reader("reading", self.close_sockets)
-        self.reader.read_router(self.router, self.receive)
+        self.reader.read_router(self.router, self.receive, self.take_message)
         self.pool = ThreadPool("reading", 2)
         self.reader.start(self.pool.serve_from)
 
     def receive(self) -> Task | None:
-        self.handled.put(self.router.recv_multipart()[1])
-        return None
+        return self.take_message()()
+
+    def take_message(self) -> Callable[[], Task | None]:
+        message = self.router.recv_multipart()[1]
+
+        def handle() -> None:
+            self.on_message(message)
+            self.handled.put(message)
+
+        return handle
+
+    def on_message(self, message: bytes) -> None:
+        """A test may replace it."""
 
     def close_sockets(self) -> None:
         self.handled.put("closed")
@@ -57,6 +68,40 @@ def reading() -> Iterator[Reading]:
     made.close()
     assert made.handled.get(timeout=WAIT) == "closed"
     assert made.handled.empty()
+
+
+def test_the_router_is_found_empty_though_a_message_arrives_for_each_one_that_is_handled(
+    reading: Reading,
+) -> None:
+    """What waits for it is called behind all that had arrived, and not only when nobody sends any more."""
+    before, answered, stopped = 100, 0, threading.Event()
+    with reading.context.socket(zmq.DEALER) as sender:
+        sender.linger = 0
+        sender.connect("inproc://reader")
+
+        def answer(message: bytes) -> None:
+            nonlocal answered
+            answered += 1
+            if answered < 100 * before and not stopped.is_set():
+                sender.send(b"another")
+
+        def flood() -> None:
+            for _ in range(before):
+                sender.send(b"one")
+            reading.on_message = answer  # type: ignore[method-assign]
+            reading.reader.call_when_empty(lambda: reading.handled.put(answered))
+
+        def stop() -> None:
+            stopped.set()
+            sender.send(b"last")
+
+        reading.reader.post(flood)
+        while not isinstance(handled := reading.handled.get(timeout=WAIT), int):
+            pass
+        assert before <= handled < 2 * before
+        reading.reader.post(stop)
+        while reading.handled.get(timeout=WAIT) != b"last":
+            pass
 
 
 def test_all_tasks_of_one_event_run(reading: Reading) -> None:

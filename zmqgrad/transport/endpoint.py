@@ -127,7 +127,7 @@ class Endpoint:
         """The reply channels of the mailbox."""
         self._local = None if listen is None else self.reader.listen(listen, self._on_packet)
         if router is not None:
-            self.reader.read_router(router, self._from_router)
+            self.reader.read_router(router, self._from_router, self._take)
 
     def listen(self, address: str) -> int:
         """Binds the ROUTER to the tcp ``address``, which was checked. Returns its port.
@@ -159,7 +159,10 @@ class Endpoint:
         return None
 
     def _from_router(self) -> Task | None:
-        """Handles the next message of the ROUTER."""
+        return self._take()()
+
+    def _take(self) -> Callable[[], Task | None]:
+        """Takes the next message of the ROUTER. Returns what handles it."""
         socket = self._socket
         assert socket is not None
         identity = socket.recv()
@@ -174,7 +177,7 @@ class Endpoint:
         if known is None:
             assert self._listener is not None
             self._listener.hear(route.fd)
-        return self._handle(first, frames, route)
+        return partial(self._handle, first, frames, route)
 
     def take_bulk(self, first: bytes, frames: Sequence[Buffer]) -> None:
         """Delivers a message that has arrived by a bulk channel. From any thread."""

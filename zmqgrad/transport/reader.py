@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 ROUTER_BURST = 64
 """Messages read from the ROUTER in a row before everything else has its turn."""
 
+TAKEN_AT_ONCE = 16
+"""Messages taken from the ROUTER for each one that is handled, while something waits until it is empty."""
+
 MAX_SENDERS = 1000
 """How many senders of malformed messages are remembered, so that each is logged once."""
 
@@ -99,6 +102,8 @@ class Reader:
         self._router: zmq.Socket[bytes]
         self._receive: Callable[[], Task | None]
         self._in_a_row = 0  # messages read from the ROUTER
+        self._take: Callable[[], Callable[[], Task | None]] | None = None
+        self._taken: deque[Callable[[], Task | None]] = deque()  # handles what was taken from the ROUTER
         self._when_empty: list[Work] = []
         self._offenders: set[object] = set()
         self._thread = 0  # id of the reading thread; 0: none
@@ -121,9 +126,19 @@ class Reader:
         self._read_local = made.read
         return made
 
-    def read_router(self, router: zmq.Socket[bytes], receive: Callable[[], Task | None]) -> None:
-        """Calls ``receive`` for each message of ``router``, which it takes."""
-        self._router, self._receive = router, receive
+    def read_router(
+        self,
+        router: zmq.Socket[bytes],
+        receive: Callable[[], Task | None],
+        take: Callable[[], Callable[[], Task | None]] | None = None,
+    ) -> None:
+        """Calls ``receive`` for each message of ``router``, which it takes and handles.
+
+        Args:
+            take: takes a message, and returns what handles it. With it, :meth:`call_when_empty` ends also if
+                messages always arrive before the last one was handled.
+        """
+        self._router, self._receive, self._take = router, receive, take
         self.watch(get_int(router, zmq.FD), self._look_at_router)
         self._look_at_router()
 
@@ -188,7 +203,7 @@ class Reader:
 
     def promote(self) -> None:
         """As ``Source``. A follower is woken at once if there is something to handle already."""
-        if self.at_router and not self._when_empty:
+        if self.at_router and not (self._when_empty or self._taken):
             self.at_router = self._has_message()
         self._poller.promote(at_once=bool(self._posted or self.tasks or self.at_router))
 
@@ -228,6 +243,16 @@ class Reader:
         return bool(get_int(self._router, _EVENTS) & _POLLIN)
 
     def _read_router(self) -> Task | None:
+        if self._when_empty and self._take is not None:
+            for _ in range(TAKEN_AT_ONCE):
+                if not self._has_message():
+                    self._taken.extend(partial(self._call, work) for work in self._when_empty)
+                    self._when_empty = []
+                    break
+                self._taken.append(self._take())
+        if self._taken:
+            self._in_a_row += 1
+            return self._taken.popleft()()
         if self._has_message():
             self._in_a_row += 1
             return self._receive()
