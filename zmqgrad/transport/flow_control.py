@@ -22,6 +22,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zmqgrad.errors import ClosedError, CongestionError
@@ -52,25 +53,19 @@ Notify = Callable[[int, Message], None]
 """Queues a small message for a peer. Must not raise because of that peer."""
 
 
-def _always() -> bool:
-    return True
-
-
 class _Waiter(NamedTuple):
     size: int
     granted: Promise[None]
 
 
+@dataclass(eq=False, slots=True)
 class _CreditAccount:
     """The bytes sent to one peer, of requests or of responses, since the beginning. Guarded by the lock."""
 
-    __slots__ = ("consumed", "limit", "sent", "waiting")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.sent = 0
-        self.consumed = 0
-        self.waiting: deque[_Waiter] = deque()
+    limit: int
+    sent: int = 0
+    consumed: int = 0
+    waiting: deque[_Waiter] = field(default_factory=deque)
 
     @property
     def in_flight(self) -> int:
@@ -113,7 +108,9 @@ class SendWindow:
         self._accounts: dict[tuple[int, bool], _CreditAccount] = {}  # by peer, and whether for replies
         self._closed = False
 
-    def try_reserve(self, peer: int, reply: bool, size: int, may_wait: Callable[[], bool] = _always) -> bool:
+    def try_reserve(
+        self, peer: int, reply: bool, size: int, may_wait: Callable[[], bool] = lambda: True
+    ) -> bool:
         """Counts ``size`` bytes as sent to ``peer``. Returns False if the caller must :meth:`wait`.
 
         Args:
@@ -147,9 +144,8 @@ class SendWindow:
                 raise ClosedError(f"the mailbox of {self._name} is closed")
             account, waiter = self._account(peer, reply), _Waiter(size, Promise())
             account.waiting.append(waiter)
-            granted = account.grant()
             self.waits += 1
-        self._resume(peer, reply, account, granted)
+        self._grant(peer, reply, account)
         try:
             self._wait(peer, account, waiter, Deadline.after(seconds or None))
         except BaseException:
@@ -181,8 +177,7 @@ class SendWindow:
                 waiter.granted.set_exception(ClosedError("the sender stopped waiting"))
             elif waiter.granted.exception() is None:
                 account.sent -= waiter.size
-            granted = account.grant()
-        self._resume(peer, reply, account, granted)
+        self._grant(peer, reply, account)
 
     def cancel(self, peer: int, reply: bool, size: int) -> None:
         """Undoes the reservation of ``size`` bytes, which were not sent after all."""
@@ -191,8 +186,7 @@ class SendWindow:
             if account is None:
                 return
             account.sent -= size
-            granted = account.grant()
-        self._resume(peer, reply, account, granted)
+        self._grant(peer, reply, account)
 
     def on_consumed(self, peer: int, requests: int, replies: int) -> None:
         """Handles the counters in a message of ``peer``: what it has consumed since the beginning."""
@@ -202,16 +196,15 @@ class SendWindow:
                 continue
             with self._lock:
                 account.consumed = max(consumed, account.consumed)
-                granted = account.grant()
-            if granted or account.waiting:
-                self._resume(peer, reply, account, granted)
+            if account.waiting:
+                self._grant(peer, reply, account)
 
-    def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
-        """Wakes the granted waiters, and requests the credit that the next one needs."""
+    def _grant(self, peer: int, reply: bool, account: _CreditAccount) -> None:
+        """Wakes the waiters that may send now, and requests the credit that the next one needs."""
+        with self._lock:
+            granted, needed = account.grant(), account.needed()
         for waiter in granted:
             waiter.granted.set_result(None)
-        with self._lock:
-            needed = account.needed()
         if needed:
             self._notify(peer, CreditWanted(0, needed) if reply else CreditWanted(needed, 0))
 
@@ -257,15 +250,12 @@ def _take_waiting(accounts: Collection[_CreditAccount]) -> list[_Waiter]:
     return waiting
 
 
+@dataclass(eq=False, slots=True)
 class _Consumed:
-    """Bytes of one peer that were consumed here, of requests and of replies."""
+    """Bytes of one peer that were consumed here, of requests or of replies."""
 
-    __slots__ = ("replies", "replies_due", "requests", "requests_due")
-
-    def __init__(self, batch: int) -> None:
-        self.requests = self.replies = 0
-        # A message of its own returns credit once a total reaches these.
-        self.requests_due = self.replies_due = batch
+    due: int  # a message of its own returns credit once the total reaches this
+    total: int = 0
 
 
 class ReceiveWindow:
@@ -280,7 +270,7 @@ class ReceiveWindow:
         self._batch = max(1, limit // BATCHES)
         self._notify = notify
         self._lock = threading.Lock()  # guards all below
-        self._peers: dict[int, _Consumed] = {}
+        self._peers: dict[int, tuple[_Consumed, _Consumed]] = {}  # of its requests, and of its replies
         self._totals: dict[int, tuple[int, int]] = {}
         self.totals = self._totals.get
         """(peer, NOTHING_CONSUMED) -> what was consumed of its requests and replies, for the next message."""
@@ -288,43 +278,36 @@ class ReceiveWindow:
     def consumed(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes as consumed, and returns credit if it is due."""
         with self._lock:
-            consumed = self._of(peer)
-            if reply:
-                consumed.replies = min(consumed.replies + size, MAX_CONSUMED)
-            else:
-                consumed.requests = min(consumed.requests + size, MAX_CONSUMED)
-            self._totals[peer] = consumed.requests, consumed.replies
-            is_due = self._is_due(consumed)
+            requests, replies = both = self._of(peer)
+            both[reply].total = min(both[reply].total + size, MAX_CONSUMED)
+            self._totals[peer] = requests.total, replies.total
+            is_due = self._is_due(both)
         if is_due:
             self._notify(peer, Credit())
 
     def credit_requested(self, peer: int, message: CreditWanted) -> None:
         """Handles a message in which ``peer`` requests credit."""
         with self._lock:
-            consumed = self._of(peer)
-            if message.requests:
-                consumed.requests_due = min(consumed.requests_due, message.requests)
-            if message.replies:
-                consumed.replies_due = min(consumed.replies_due, message.replies)
-            is_due = self._is_due(consumed)
+            both = self._of(peer)
+            for consumed, wanted in zip(both, (message.requests, message.replies), strict=True):
+                if wanted:
+                    consumed.due = min(consumed.due, wanted)
+            is_due = self._is_due(both)
         if is_due:
             self._notify(peer, Credit())
 
-    def _of(self, peer: int) -> _Consumed:
-        consumed = self._peers.get(peer)
-        if consumed is None:
-            consumed = self._peers[peer] = _Consumed(self._batch)
-        return consumed
+    def _of(self, peer: int) -> tuple[_Consumed, _Consumed]:
+        both = self._peers.get(peer)
+        if both is None:
+            both = self._peers[peer] = _Consumed(self._batch), _Consumed(self._batch)
+        return both
 
-    def _is_due(self, consumed: _Consumed) -> bool:
+    def _is_due(self, both: tuple[_Consumed, _Consumed]) -> bool:
         """Whether credit must be returned now; if so, schedules the next time. Called with the lock held."""
-        if consumed.requests < consumed.requests_due and consumed.replies < consumed.replies_due:
-            return False
-        if consumed.requests >= consumed.requests_due:
-            consumed.requests_due = consumed.requests + self._batch
-        if consumed.replies >= consumed.replies_due:
-            consumed.replies_due = consumed.replies + self._batch
-        return True
+        due = [consumed for consumed in both if consumed.total >= consumed.due]
+        for consumed in due:
+            consumed.due = consumed.total + self._batch
+        return bool(due)
 
     def forget(self, peer: int) -> None:
         """Drops the counts of ``peer``."""
