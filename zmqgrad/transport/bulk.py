@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -108,15 +109,13 @@ def copy_into(target: memoryview, source: Buffer) -> None:
     ctypes.memmove(kind.from_buffer(target), kind.from_buffer(source), len(target))
 
 
+@dataclass(eq=False, slots=True)
 class _PartialFrame:
     """A frame of which some chunks have arrived. ``array`` is None if there is no memory for it."""
 
-    __slots__ = ("array", "received", "size")
-
-    def __init__(self, array: Any, size: int) -> None:
-        self.array = array
-        self.size = size
-        self.received = 0
+    array: Any
+    size: int
+    received: int = 0
 
     def reserve(self, chunk: Chunk, size: int) -> memoryview | None:
         if chunk.offset != self.received or chunk.total != self.size or self.received + size > self.size:

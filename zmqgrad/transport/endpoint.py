@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -62,15 +63,13 @@ Accept = Callable[[Link, Envelope, int], bool]
 """(link, envelope, bytes of the whole message) -> whether to deliver it."""
 
 
+@dataclass(eq=False, slots=True)
 class _Route:
     """A connection of the ROUTER. ``fd`` identifies it in the events of the monitor."""
 
-    __slots__ = ("fd", "identity", "link")
-
-    def __init__(self, identity: bytes, fd: int) -> None:
-        self.identity = identity
-        self.fd = fd
-        self.link: Link | None = None
+    identity: bytes
+    fd: int
+    link: Link | None = None
 
 
 class Endpoint:
@@ -422,8 +421,7 @@ class Endpoint:
         if self._socket is not None and not any(
             isinstance(path, LocalConnection) for path in list(link.paths)
         ):
-            unread = _Route(b"", -1)  # its first message may be there, of which there is no route yet
-            unread.link = link
+            unread = _Route(b"", -1, link)  # its first message may be there, of which there is no route yet
             link.paths[unread] = None
             self._close_when_empty(unread)
         if self.end_bulk(peer, partial(self.reader.post, partial(self._close_bulk, link))):

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import zmq
@@ -47,50 +48,32 @@ BROKEN_ERRNOS = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.
 """What a send reports whose receiver has closed the connection, or has ended."""
 
 
+@dataclass(eq=False, slots=True)
 class Link:
     """One incarnation of one peer. ``lock`` guards the sending half, except for ``local``."""
 
-    __slots__ = (
-        "channels",
-        "end_reason",
-        "ended",
-        "endpoint",
-        "frame_bytes",
-        "header_bytes",
-        "incarnation",
-        "incoming",
-        "local",
-        "lock",
-        "messages",
-        "paths",
-        "peer",
-        "session",
-        "tells_peer",
-    )
-
-    def __init__(self, peer: int) -> None:
-        self.peer = peer
-        self.lock = threading.Lock()
-        self.endpoint = ""
-        """In use; empty before the first message."""
-        self.incarnation = 0
-        self.local: LocalConnection | None = None
-        self.session: SessionSocket | None = None
-        self.incoming: dict[int, Incoming] = {}
-        """The receiving half of its session, by incarnation: there may be late messages of one before."""
-        self.channels: dict[int, LocalConnection] = {}
-        """Connections to the reply channels of the peer, by number."""
-        self.messages = 0
-        self.header_bytes = 0
-        self.frame_bytes = 0
-        self.paths: dict[object, None] = {}
-        """What may still bring messages. Reading thread only."""
-        self.end_reason = ""
-        """Why the link is ending; empty while it is not. Reading thread only."""
-        self.tells_peer = True
-        """Whether the peer is told why the link ends. Reading thread only."""
-        self.ended = ""
-        """The reason of its end, once that was delivered."""
+    peer: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    endpoint: str = ""
+    """In use; empty before the first message."""
+    incarnation: int = 0
+    local: LocalConnection | None = None
+    session: SessionSocket | None = None
+    incoming: dict[int, Incoming] = field(default_factory=dict)
+    """The receiving half of its session, by incarnation: there may be late messages of one before."""
+    channels: dict[int, LocalConnection] = field(default_factory=dict)
+    """Connections to the reply channels of the peer, by number."""
+    messages: int = 0
+    header_bytes: int = 0
+    frame_bytes: int = 0
+    paths: dict[object, None] = field(default_factory=dict)
+    """What may still bring messages. Reading thread only."""
+    end_reason: str = ""
+    """Why the link is ending; empty while it is not. Reading thread only."""
+    tells_peer: bool = True
+    """Whether the peer is told why the link ends. Reading thread only."""
+    ended: str = ""
+    """The reason of its end, once that was delivered."""
 
     @property
     def is_open(self) -> bool:

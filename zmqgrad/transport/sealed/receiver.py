@@ -15,6 +15,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,18 +51,16 @@ MAX_LOGGED = 100
 """Refused records beyond this many are only counted."""
 
 
+@dataclass(eq=False, slots=True)
 class _Channel:
     """The receiving half of one channel of worker ``peer`` in ``incarnation``."""
 
-    __slots__ = ("cipher", "heard", "incarnation", "incoming", "number", "peer")
-
-    def __init__(self, peer: int, incarnation: int, cipher: Cipher | NullCipher) -> None:
-        self.peer = peer
-        self.heard = b""  # the connection by which its last record came
-        self.incarnation = incarnation
-        self.number = cipher.channel
-        self.cipher = cipher
-        self.incoming = Incoming()
+    number: int
+    peer: int
+    incarnation: int
+    cipher: Cipher | NullCipher
+    incoming: Incoming = field(default_factory=Incoming)
+    heard: bytes = b""  # the connection by which its last record came
 
 
 class ChannelReceiver:
@@ -128,7 +127,8 @@ class ChannelReceiver:
             if self._zap is not None:
                 cipher = Cipher(message.key, message.channel, source.incarnation, self._incarnation)
             with self._lock:
-                self._channels[message.channel] = _Channel(source.source, source.incarnation, cipher)
+                channel = _Channel(message.channel, source.source, source.incarnation, cipher)
+                self._channels[channel.number] = channel
                 own = [n for n, channel in self._channels.items() if channel.peer == source.source]
                 for number in own[:-MAX_CHANNELS_PER_PEER]:
                     del self._channels[number]

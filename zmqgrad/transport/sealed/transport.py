@@ -12,6 +12,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -93,19 +94,17 @@ class ChannelSocket(SessionSocket):
         super().close(linger)
 
 
+@dataclass(eq=False, slots=True)
 class _Channel:
     """A channel of which the peer was told. It is ``settled`` once it is connected, or has ``failed``."""
 
-    __slots__ = ("failed", "key", "number", "previous", "settled", "slow", "socket")
-
-    def __init__(self, key: bytes) -> None:
-        self.number = secrets.randbits(63)
-        self.key = key
-        self.settled: Promise[None] = Promise()
-        self.socket: ChannelSocket | None = None
-        self.previous: _Channel | None = None  # the channel that this one replaced
-        self.failed = False  # the peer has no such port, or was forgotten
-        self.slow = False  # a message waited in vain: no other does
+    key: bytes
+    previous: _Channel | None = None  # the channel that this one replaced
+    number: int = field(default_factory=partial(secrets.randbits, 63))
+    settled: Promise[None] = field(default_factory=Promise)
+    socket: ChannelSocket | None = None
+    failed: bool = False  # the peer has no such port, or was forgotten
+    slow: bool = False  # a message waited in vain: no other does
 
     def is_connected(self) -> bool:
         return self.settled.done() and not self.failed
@@ -208,17 +207,16 @@ class SealedTransport:
         self._notify(peer, BulkOpen(channel.number, channel.key))
         return channel
 
-    def _new_channel(self) -> _Channel:
-        return _Channel(generate_key() if self._secured else b"")
+    def _new_channel(self, previous: _Channel | None = None) -> _Channel:
+        return _Channel(generate_key() if self._secured else b"", previous)
 
     def _renew(self, peer: int, channel: _Channel) -> None:
         """Opens another channel, with another key. This one stays until that is replaced, too."""
         with self._lock:
             if self._channels.get(peer) is not channel:
                 return
-            self._channels[peer] = renewed = self._new_channel()
+            self._channels[peer] = renewed = self._new_channel(channel)
             older, channel.previous = channel.previous, None
-            renewed.previous = channel
         if older is not None:
             self._end(older, 0)
         self._notify(peer, BulkOpen(renewed.number, renewed.key))
