@@ -166,18 +166,16 @@ class SessionSocket:
 
     def on_events(self, now: float) -> None:
         """Handles the events of the monitor. Harmless if there are none."""
-        while self._socket is not None and (events := self._monitor.read()):
-            for event in events:
-                if event.kind == CONNECTED:
-                    self._ready = self._connected = True
-                    self._backoff = UNSTABLE_SECONDS
-                    self.outgoing.reconnect(now)
-                    self._send_pending()
-                    if self._ack_wanted:
-                        self.send_ack()
-                else:
-                    self._on_broken(now)
-                    break  # later events belong to the closed socket
+        for event in self._monitor.read():
+            if event.kind == CONNECTED:
+                self._ready = self._connected = True
+                self._backoff = UNSTABLE_SECONDS
+                self.outgoing.reconnect(now)
+                self._send_pending()
+                if self._ack_wanted:
+                    self.send_ack()
+            else:
+                self._on_broken(now)
 
     def _on_broken(self, now: float) -> None:
         if self._connected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import zmq
@@ -42,9 +42,6 @@ HANDSHAKE_FAILED = HANDSHAKE_CUT | HANDSHAKE_MALFORMED | HANDSHAKE_DENIED
 
 MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 """Value of HANDSHAKE_MALFORMED: one side encrypts, the other does not. libzmq does not try again."""
-
-MAX_EVENTS = 64
-"""Events that one read of a monitor returns; handling one may close the monitor."""
 
 _monitor_numbers = itertools.count()
 _unpack_event = struct.Struct("=HI").unpack_from
@@ -143,18 +140,16 @@ class SocketMonitor:
         self._pair.connect(address)
         socket.monitor(address, events)
         self.fd = get_int(self._pair, zmq.FD)
-        self.read()  # a descriptor of libzmq reports nothing new before everything was read
+        list(self.read())  # a descriptor of libzmq reports nothing new before everything was read
 
-    def read(self) -> list[SocketEvent]:
-        """Returns the next events. Call it until it returns none before ``fd`` is polled again."""
-        events: list[SocketEvent] = []
-        try:
-            while len(events) < MAX_EVENTS:
+    def read(self) -> Iterator[SocketEvent]:
+        """Yields all events; none after :meth:`close`. Exhaust it before ``fd`` is polled again."""
+        while not self._pair.closed:
+            try:
                 event, _ = self._pair.recv_multipart(zmq.NOBLOCK)
-                events.append(SocketEvent(*_unpack_event(event)))
-        except zmq.Again:
-            pass
-        return events
+            except zmq.Again:
+                return
+            yield SocketEvent(*_unpack_event(event))
 
     def close(self) -> None:
         """Stops reporting. Must be called before the socket is closed. Idempotent."""

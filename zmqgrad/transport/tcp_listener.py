@@ -15,6 +15,7 @@ import logging
 import os
 import socket as sockets
 from collections.abc import Callable
+from itertools import islice
 
 import zmq
 
@@ -93,19 +94,18 @@ class TcpListener:
     def read(self) -> None:
         """Handles all events. Counts connections, and cuts some if there are too many."""
         tried = False
-        while events := self._monitor.read():
-            for kind, value in events:
-                if kind != ACCEPT_FAILED:
-                    self._count(kind, value)
-                    self._on_event(kind, value)
-                elif not self._cut and self._is_bound:
-                    # At most once: libzmq reports failures as fast as they are read.
-                    if tried or not self._silent:
-                        self._pause()
-                    else:
-                        self._warn("no more file descriptors; closed the connections that have sent nothing")
-                        self._cut_oldest(len(self._silent))
-                    tried = True
+        for kind, value in self._monitor.read():
+            if kind != ACCEPT_FAILED:
+                self._count(kind, value)
+                self._on_event(kind, value)
+            elif not self._cut and self._is_bound:
+                # At most once: libzmq reports failures as fast as they are read.
+                if tried or not self._silent:
+                    self._pause()
+                else:
+                    self._warn("no more file descriptors; closed the connections that have sent nothing")
+                    self._cut_oldest(len(self._silent))
+                tried = True
             if len(self._silent) > MAX_SILENT:  # now, as more may arrive for as long as events are read
                 self._warn("too many connections have sent nothing; closed the oldest")
                 self._cut_oldest(len(self._silent) - MAX_SILENT)
@@ -139,7 +139,7 @@ class TcpListener:
 
     def _cut_oldest(self, count: int) -> None:
         """Ends connections; libzmq then closes them. Needs no new descriptor."""
-        for fd in list(self._silent)[:count]:
+        for fd in list(islice(self._silent, count)):
             del self._silent[fd]
             if self._shut_down(fd):
                 self._cut.add(fd)

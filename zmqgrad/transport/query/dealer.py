@@ -128,17 +128,17 @@ class DealerConnection:
             AuthenticationError: if handshakes fail, and will go on failing.
         """
         reconnected = False
-        while self._monitor is not None and (events := self._monitor.read()):
-            for kind, value in events:
-                if kind == CONNECTED:
-                    self.connected = self._server.was_connected = True
-                    self._cut_handshakes = 0
-                    reconnected, self._interrupted = reconnected or self._interrupted, False
-                elif kind != DISCONNECTED:
-                    self._on_handshake_failed(kind, value)
-                elif self.connected:
-                    self.trouble = "it closes connections"
-                    self.connected, self._interrupted = False, True
+        assert self._monitor is not None
+        for kind, value in self._monitor.read():
+            if kind == CONNECTED:
+                self.connected = self._server.was_connected = True
+                self._cut_handshakes = 0
+                reconnected, self._interrupted = reconnected or self._interrupted, False
+            elif kind != DISCONNECTED:
+                self._on_handshake_failed(kind, value)
+            elif self.connected:
+                self.trouble = "it closes connections"
+                self.connected, self._interrupted = False, True
         return reconnected
 
     def _on_handshake_failed(self, kind: int, value: int) -> None:

@@ -133,12 +133,11 @@ class Subscriber:
 
     def _read_socket(self) -> None:
         received: list[list[zmq.Frame]] = []
-        broken = more = False
+        more = False
         with self._lock:
             if self._socket is None or self._monitor is None:
                 return
-            while events := self._monitor.read():
-                broken |= any(event.kind == DISCONNECTED for event in events)
+            broken = any([event.kind == DISCONNECTED for event in self._monitor.read()])
             try:
                 for _ in range(BURST):
                     received.append(self._socket.recv_multipart(NOBLOCK, copy=False))
