@@ -144,23 +144,11 @@ class LocalListener:
         except KeyError:
             self._handshake(fd)
             return ()
+        arrived: list[Arrival] = []
         try:
             packet = connection.receive()
             if packet and not self.bursting and self._is_alone():
                 return ((packet, connection),)
-        except BlockingIOError:
-            if fd in self.backlogged:
-                self._flush(fd, connection)
-            return ()
-        except OSError as e:
-            if not is_of_system(e):
-                raise
-            return () if self._pause_without_descriptor(e, fd) else self._fail(fd, connection, e)
-        return self._read_burst(fd, connection, packet)
-
-    def _read_burst(self, fd: int, connection: LocalConnection, packet: bytes) -> list[Arrival]:
-        arrived: list[Arrival] = []
-        try:
             while packet:
                 arrived.append((packet, connection))
                 if len(arrived) == BURST_PACKETS:
@@ -169,12 +157,14 @@ class LocalListener:
             else:
                 arrived += self._finish(fd, connection)
         except BlockingIOError:
-            pass
+            if not arrived and fd in self.backlogged:
+                self._flush(fd, connection)
         except OSError as e:
             if not is_of_system(e):
                 raise
             if not self._pause_without_descriptor(e, fd):
-                arrived += self._fail(fd, connection, e)
+                logger.debug("%s: a connection is broken: %s", self.endpoint, e)
+                arrived += self._finish(fd, connection)
         self.bursting = len(arrived) > 1
         return arrived
 
@@ -198,10 +188,6 @@ class LocalListener:
     def _poll_again(self, fd: int, mask: int) -> None:
         self._poll.unregister(fd)
         self._poll.register(fd, mask)
-
-    def _fail(self, fd: int, connection: LocalConnection, error: OSError) -> Sequence[Arrival]:
-        logger.debug("%s: a connection is broken: %s", self.endpoint, error)
-        return self._finish(fd, connection)
 
     def _finish(self, fd: int, connection: LocalConnection) -> Sequence[Arrival]:
         """Closes a connection that was read to its end, which is returned unless another one continues it."""
