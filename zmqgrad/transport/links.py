@@ -356,8 +356,7 @@ class Links:
         self, link: Link, connection: LocalConnection, error: OSError
     ) -> LocalConnection | None:
         """Handles a failed send. Returns the connection to send by instead, if there is one."""
-        if not local.is_of_system(error):
-            raise error
+        local.check_is_of_system(error)
         if error.errno not in BROKEN_ERRNOS:
             raise TransportError(f"cannot send to worker {link.peer}: {error}") from error
         if self._closed:

@@ -106,13 +106,14 @@ def is_listening(endpoint: str) -> bool:
         return error not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
-def is_of_system(error: OSError) -> bool:
-    """Returns whether a system call failed with ``error``.
+def check_is_of_system(error: OSError) -> None:
+    """Raises ``error`` again unless a system call failed with it.
 
     What a signal handler of the program raises, such as :class:`TimeoutError`, can arrive anywhere in a main
     thread that sends or reads. It has no number, and says nothing of a connection.
     """
-    return error.errno is not None
+    if error.errno is None:
+        raise error
 
 
 def connect(

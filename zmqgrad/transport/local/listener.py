@@ -17,7 +17,7 @@ from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.repeat_log import RepeatLog
 from zmqgrad.transport.local.connection import (
     LocalConnection,
-    is_of_system,
+    check_is_of_system,
     is_same_user,
     process_of,
     unix_name,
@@ -160,8 +160,7 @@ class LocalListener:
             if not arrived and fd in self.backlogged:
                 self._flush(fd, connection)
         except OSError as e:
-            if not is_of_system(e):
-                raise
+            check_is_of_system(e)
             if not self._pause_without_descriptor(e, fd):
                 logger.debug("%s: a connection is broken: %s", self.endpoint, e)
                 arrived += self._finish(fd, connection)
@@ -177,8 +176,7 @@ class LocalListener:
         try:
             flushed = connection.flush()
         except OSError as e:
-            if not is_of_system(e):
-                raise
+            check_is_of_system(e)
             logger.debug("%s: a connection is broken: %s", self.endpoint, e)
             flushed = True  # the next read finds that, too
         if flushed:

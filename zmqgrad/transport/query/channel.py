@@ -91,8 +91,7 @@ class QueryChannel:
             except BlockingIOError:
                 pass  # the reply takes longer
             except OSError as e:
-                if not local.is_of_system(e):
-                    raise
+                local.check_is_of_system(e)
                 self._close_local(str(e))
                 sent = False
             except ProtocolError:
@@ -144,8 +143,7 @@ class QueryChannel:
             except ConnectionError:
                 return  # a reply may be queued before the end of the connection, which sends this again
             except OSError as e:
-                if not local.is_of_system(e):
-                    raise
+                local.check_is_of_system(e)
                 self._close_local(str(e))
         self._send_by_dealer()
 
@@ -270,8 +268,7 @@ class QueryChannel:
         except BlockingIOError:
             return None
         except OSError as e:
-            if not local.is_of_system(e):
-                raise
+            local.check_is_of_system(e)
             self._close_local(str(e))
             self._send()
             return None
@@ -285,8 +282,7 @@ class QueryChannel:
             try:
                 message = fast.take_large(MAX_HEADER_BYTES)
             except OSError as e:
-                if not local.is_of_system(e):
-                    raise
+                local.check_is_of_system(e)
                 message, reason = b"", str(e)
         if message:
             return self._on_message(message)
