@@ -71,7 +71,7 @@ class Reader:
         budget: SpinBudget | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
-        self.on_idle: OnIdle = _nothing
+        self.on_idle: OnIdle = lambda: None
         """Called when all that has arrived was handled, and before the thread goes off to run a task. May
         return a task."""
         self.on_failed: Callable[[Exception], object] = logger.debug
@@ -97,7 +97,7 @@ class Reader:
         self._wakeup = Wakeup()
         self.watch(self._wakeup.fd, self._wakeup.clear)
         self._local: LocalListener | None = None
-        self._read_local: Callable[[int], Sequence[Arrival]] = _read_nothing
+        self._read_local: Callable[[int], Sequence[Arrival]] = lambda fd: ()  # its events are outdated
         self._on_packet: Callable[[bytes, LocalConnection], Task | None]
         self._router: zmq.Socket[bytes]
         self._receive: Callable[[], Task | None]
@@ -318,12 +318,3 @@ class Reader:
         if self._started and not self._ended.wait_done(deadline.timeout()):
             return [self._name]
         return []
-
-
-def _nothing() -> None:
-    """The default of ``on_idle``."""
-
-
-def _read_nothing(fd: int) -> Sequence[Arrival]:
-    """Reads an outdated event of a reader without a listener."""
-    return ()

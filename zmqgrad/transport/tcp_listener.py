@@ -58,14 +58,14 @@ class TcpListener:
         *,
         secured: bool,
         listen_fd: int | None = None,
-        on_event: OnEvent | None = None,
+        on_event: OnEvent = lambda kind, value: None,
         events: int = 0,
     ) -> None:
         self._socket = socket
         self._address = address
         self._reader = reader
         self._secured = secured
-        self._on_event = on_event or _ignore
+        self._on_event = on_event
         self._is_bound = True
         self._copy = -1  # of the descriptor that libzmq listens at
         self._spare = -1  # a descriptor for a copy of any other
@@ -201,7 +201,3 @@ class TcpListener:
             if fd >= 0:
                 os.close(fd)
         self._copy = self._spare = -1
-
-
-def _ignore(kind: int, value: int) -> None:
-    """The default of ``on_event``."""

@@ -90,11 +90,11 @@ class LocalListener:
         incarnation: int,
         call_later: Callable[[float, Callable[[], None]], object],
         *,
-        on_opened: Callable[[LocalConnection], bool] | None = None,
-        on_continued: Callable[[LocalConnection], None] | None = None,
+        on_opened: Callable[[LocalConnection], bool] = lambda connection: True,
+        on_continued: Callable[[LocalConnection], object] = lambda connection: None,
         max_connections: int = MAX_CONNECTIONS,
         bursts: bool = True,
-        accepts_newcomers: Callable[[], bool] | None = None,
+        accepts_newcomers: Callable[[], bool] = lambda: False,
     ) -> None:
         self.endpoint = endpoint
         self.connections: dict[int, LocalConnection] = {}
@@ -103,7 +103,7 @@ class LocalListener:
         """The descriptors of connections whose packets wait until the kernel accepts more."""
         self.bursting = False
         """Whether the last burst had several packets."""
-        self.on_resumed: Callable[[], None] = _nothing
+        self.on_resumed: Callable[[], None] = lambda: None
         """Called when a descriptor is polled again that was not for lack of descriptors. From any thread."""
         self._paused: set[int] = set()  # descriptors that are not polled
         self._poll = poll
@@ -111,10 +111,10 @@ class LocalListener:
         self._refusals = RepeatLog(logger, endpoint)
         self._incarnation = incarnation
         self._call_later = call_later
-        self._on_opened = on_opened or _keep
-        self._on_continued = on_continued or _ignore
+        self._on_opened = on_opened
+        self._on_continued = on_continued
         self._max_connections = max_connections
-        self._accepts_newcomers = accepts_newcomers or _refuse
+        self._accepts_newcomers = accepts_newcomers
         # Whether to take the packet just read for the only one.
         guesses = [not bursts, *[True] * (PROBE_INTERVAL - 1)]
         self._is_alone: Callable[[], bool] = itertools.cycle(guesses).__next__
@@ -379,21 +379,3 @@ class LocalListener:
         self._listening.close()
         for new in self._handshaking.values():
             new.close()
-
-
-def _nothing() -> None:
-    """The default of ``on_resumed``."""
-
-
-def _refuse() -> bool:
-    """The default of ``accepts_newcomers``."""
-    return False
-
-
-def _ignore(connection: LocalConnection) -> None:
-    """The default of ``on_continued``."""
-
-
-def _keep(connection: LocalConnection) -> bool:
-    """The default of ``on_opened``."""
-    return True
