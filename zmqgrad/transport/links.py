@@ -31,7 +31,13 @@ from zmqgrad.transport import local
 from zmqgrad.transport.base import Buffer, PeerAddress, Resolver
 from zmqgrad.transport.heartbeat import SCHEME
 from zmqgrad.transport.local.channels import channel_endpoint
-from zmqgrad.transport.local.connection import MAX_AHEAD, LocalConnection, Offer
+from zmqgrad.transport.local.connection import (
+    MAX_AHEAD,
+    LocalConnection,
+    Offer,
+    Queued,
+    close_descriptors,
+)
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello
 from zmqgrad.transport.security import Keys, secure_client
 from zmqgrad.transport.session import Incoming
@@ -93,7 +99,7 @@ class Link:
 
 
 class Links:
-    """The links of one mailbox, opened as they are needed.
+    """The links of one mailbox, opened as they are needed; none before ``service`` is set.
 
     Args:
         name: of the worker, used in errors.
@@ -119,6 +125,8 @@ class Links:
         on_broken: Callable[[int], None],
     ) -> None:
         self.resolve: Resolver = _raise_unknown_peer
+        self.service: ServiceThread
+        """Completes and flushes local connections."""
         self._name = name
         self._context = context
         self._hello = hello
@@ -128,10 +136,10 @@ class Links:
         self._sessions = sessions
         self._connected = connected
         self._on_broken = on_broken
-        self._service: ServiceThread | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards all below
-        self._closed = False
+        self.closed = False
+        """Whether :meth:`close` was called."""
         self._links: dict[int, Link] = {}
         sessions.links = self.all
         self.known: Callable[[int], Link | None] = self._links.get
@@ -141,15 +149,6 @@ class Links:
 
     def __len__(self) -> int:
         return len(self._links)
-
-    def start(self, service: ServiceThread) -> None:
-        """Sets the thread that completes and flushes local connections."""
-        self._service = service
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._closed
 
     def to(self, peer: int) -> Link:
         """Returns the link to ``peer``, which may not be open yet."""
@@ -182,7 +181,7 @@ class Links:
                 self._connect(link, known)
 
     def _check_usable(self, link: Link) -> None:
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"the mailbox of {self._name} is closed")
         if link.ended:
             raise ClosedError(f"{self._name} sends nothing more to worker {link.peer}: {link.ended}")
@@ -245,7 +244,6 @@ class Links:
         Raises:
             TransportError: if this process has no descriptor left, or the peer does not accept in time.
         """
-        assert self._service is not None
         try:
             # Sent at once, a message is in the kernel, and outlives this process. At a reply channel, which
             # may be closed before it accepts, it would be lost with the connection: see channel().
@@ -262,7 +260,7 @@ class Links:
                 raise TransportError(f"cannot connect to worker {link.peer} at {endpoint}: {e}") from e
             logger.debug("%s: nothing listens at %s: %s", self._name, endpoint, e)
             return None
-        self._service.watch(opened.fd, READ, partial(self._on_event, link, opened))
+        self.service.watch(opened.fd, READ, partial(self._on_event, link, opened))
         return opened
 
     def _on_event(self, link: Link, connection: LocalConnection, events: int) -> None:
@@ -270,7 +268,6 @@ class Links:
 
         The descriptor may have been closed since the event, and its number may belong to another connection.
         """
-        assert self._service is not None
         try:
             if connection.fd < 0 or not connection.is_ready():
                 return
@@ -279,18 +276,16 @@ class Links:
             connection.flush(self._on_flushed)
         except OSError as e:
             logger.debug("%s: the connection to %s has ended: %s", self._name, link.endpoint, e)
-            connection.while_open(self._service.unwatch)
+            connection.while_open(self.service.unwatch)
             self._on_local_broken(link, connection)
 
     def _on_flushed(self, fd: int, everything: bool) -> None:
         """Called with the connection's lock held, after queued packets were sent."""
-        assert self._service is not None
-        self._service.rewatch(fd, 0 if everything else WRITE)
+        self.service.rewatch(fd, 0 if everything else WRITE)
 
     def _on_backlog(self, connection: LocalConnection) -> None:
         """Called with the connection's lock held, when the kernel accepts no more."""
-        assert self._service is not None
-        self._service.rewatch(connection.fd, READ | WRITE)
+        self.service.rewatch(connection.fd, READ | WRITE)
 
     # ---- sending ----------------------------------------------------------------------------------------
 
@@ -346,8 +341,7 @@ class Links:
 
     def _switch(self, link: Link, full: LocalConnection, following: LocalConnection, fd: int) -> None:
         """Called with the locks of the link and of ``full`` held."""
-        assert self._service is not None
-        self._service.unwatch(fd)
+        self.service.unwatch(fd)
         link.local = following
         link.messages += full.sent
         link.header_bytes += full.sent_bytes
@@ -359,7 +353,7 @@ class Links:
         local.check_is_of_system(error)
         if error.errno not in BROKEN_ERRNOS:
             raise TransportError(f"cannot send to worker {link.peer}: {error}") from error
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"the mailbox of {self._name} is closed")
         main = link.local
         self._on_local_broken(link, connection)
@@ -378,12 +372,8 @@ class Links:
             for number, channel in link.channels.items():
                 if channel is connection:  # another may have the number when it is named next
                     del link.channels[number]
-                    link.messages += connection.sent
-                    link.header_bytes += connection.sent_bytes
                     break
-            if self._service is not None and connection.fd >= 0:
-                self._service.unwatch(connection.fd)
-            waiting = connection.give_up()
+            waiting = self._give_up(link, connection)
         if waiting and main is not None:
             main.adopt(waiting)
 
@@ -457,7 +447,7 @@ class Links:
         if link.local is None:
             return None
         with link.lock:
-            if number not in link.channels and not self._closed and not link.ended:
+            if number not in link.channels and not self.closed and not link.ended:
                 try:
                     opened = self._connect_local(link, link.endpoint, link.incarnation, number)
                 except TransportError as e:  # no descriptor is left now
@@ -473,22 +463,21 @@ class Links:
         """Closes the sending half; what libzmq has queued may take ``linger`` ms to leave."""
         with link.lock:
             for connection in link.connections():
-                self._close_local(link, connection)
+                close_descriptors(self._give_up(link, connection))
             link.local, link.channels = None, {}
             session, link.session = link.session, None
             if session is not None:
                 link.incoming = {}
                 session.close(linger)
 
-    def _close_local(self, link: Link, connection: LocalConnection) -> None:
-        """Called with the link's lock held. Idempotent."""
+    def _give_up(self, link: Link, connection: LocalConnection) -> list[Queued]:
+        """Closes a connection, and returns what it has not sent. Called with the link's lock held."""
         if connection.fd < 0:
-            return
-        if self._service is not None:
-            self._service.unwatch(connection.fd)
+            return []
+        self.service.unwatch(connection.fd)
         link.messages += connection.sent
         link.header_bytes += connection.sent_bytes
-        connection.close()
+        return connection.give_up()
 
     def have_left(self) -> bool:
         """Returns whether everything that was sent on this host has left."""
@@ -518,7 +507,7 @@ class Links:
     def close(self) -> bool:
         """Refuses new connections from now on. Returns False if it did already."""
         with self._lock:
-            before, self._closed = self._closed, True
+            before, self.closed = self.closed, True
             return not before
 
 

@@ -285,7 +285,7 @@ class ZmqMailbox(Mailbox):
                 on_heartbeat=lambda: self.on_heartbeat,
             )
         self._plane.start(service)
-        self._links.start(service)
+        self._links.service = service
         self._sessions.start(service, self._endpoint.reader)
         self._links.resolve = resolve
         self._handler = handler

@@ -548,7 +548,7 @@ class LocalConnection:
                     self._put(packet, fd)
                 except OSError as e:
                     logger.debug("%d packets are lost with their receiver: %s", len(queued) - i, e)
-                    _close_descriptors(queued[i:])
+                    close_descriptors(queued[i:])
                     return
 
     def close(self) -> None:
@@ -556,14 +556,15 @@ class LocalConnection:
 
         Received descriptors stay: their packets may be read already, and not be decoded yet.
         """
-        _close_descriptors(self.give_up())
+        close_descriptors(self.give_up())
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         for fd in getattr(self, "descriptors", ()):
             close(fd)
 
 
-def _close_descriptors(queued: Sequence[Queued]) -> None:
+def close_descriptors(queued: Sequence[Queued]) -> None:
+    """Closes what is to be sent with packets that will not leave."""
     for _, fd in queued:
         if fd >= 0:
             os.close(fd)
