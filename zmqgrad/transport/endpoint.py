@@ -154,7 +154,9 @@ class Endpoint:
     def _on_packet(self, packet: bytes, connection: LocalConnection) -> Task | None:
         if packet:
             return self._handle(packet, (), connection)
-        self._close_path(connection)
+        link = self._close_connection(connection)
+        if not link.end_reason:
+            self._end(link.peer, PROCESS_ENDED, True, False)
         return None
 
     def _from_router(self) -> Task | None:
@@ -309,7 +311,7 @@ class Endpoint:
             link = route.link = self._links.to(envelope.source)
             link.paths[route] = None
             if link.end_reason:
-                self._close_when_empty(route)
+                self._close_when_empty(link, route)
         elif link.peer != envelope.source:
             raise ProtocolError(f"worker {link.peer} sent a message as worker {envelope.source}")
         if link.ended:
@@ -376,7 +378,7 @@ class Endpoint:
         self._links.to(connection.hello.source).paths.pop(connection, None)
 
     def _refuse_path(self, connection: LocalConnection, link: Link) -> None:
-        self._close_channel_path(connection)
+        self._close_path(link, connection)
         if link.ended:
             self._refuse_ended(link)
 
@@ -417,14 +419,14 @@ class Endpoint:
             if isinstance(path, LocalConnection):
                 path.stop_receiving()
             elif isinstance(path, _Route) and not (disconnects and path.fd >= 0):
-                self._close_when_empty(path)
+                self._close_when_empty(link, path)
         if self._socket is not None and not any(
             isinstance(path, LocalConnection) for path in list(link.paths)
         ):
-            unread = _Route(b"", -1, link)  # its first message may be there, of which there is no route yet
+            unread = object()  # its first message may be there, of which there is no route yet
             link.paths[unread] = None
-            self._close_when_empty(unread)
-        if self.end_bulk(peer, partial(self.reader.post, partial(self._close_bulk, link))):
+            self._close_when_empty(link, unread)
+        if self.end_bulk(peer, partial(self.reader.post, partial(self._close_path, link, self._bulk))):
             link.paths[self._bulk] = None
         if self.channels is not None:
             for channel in self.channels.all():
@@ -441,22 +443,15 @@ class Endpoint:
             link.paths.clear()
             self._end_if_done(link)
 
-    def _close_path(self, path: LocalConnection) -> None:
+    def _close_connection(self, connection: LocalConnection) -> Link:
         """Handles the end of a local connection, behind its last packet. Reading thread only."""
-        link = self._close_channel_path(path)
-        if not link.end_reason:
-            self._end(link.peer, PROCESS_ENDED, True, False)
-
-    def _close_channel_path(self, path: LocalConnection) -> Link:
-        """Handles the end of a connection to a reply channel, which may have been abandoned here."""
-        link = self._links.to(path.hello.source)
-        link.paths.pop(path, None)
-        self._end_if_done(link)
+        link = self._links.to(connection.hello.source)
+        self._close_path(link, connection)
         return link
 
     def on_channel_path_closed(self, connection: LocalConnection) -> None:
         """Handles the end of a connection to a reply channel, behind its last packet. From any thread."""
-        self.reader.post(partial(self._close_channel_path, connection))
+        self.reader.post(partial(self._close_connection, connection))
 
     def on_channel_settled(self, channel: ReplyChannel) -> None:
         """Its owner does not read now, and what arrives may belong to a link that ends. From any thread."""
@@ -468,32 +463,28 @@ class Endpoint:
             if packet:
                 self._handle_later(packet, (), connection)
             else:
-                self._close_channel_path(connection)
+                self._close_connection(connection)
 
-    def _close_when_empty(self, route: _Route) -> None:
-        self.reader.call_when_empty(partial(self._close_route, route))
+    def _close_when_empty(self, link: Link, path: object) -> None:
+        self.reader.call_when_empty(partial(self._close_path, link, path))
 
     def _close_disconnected(self) -> None:
         gone, self._disconnected = self._disconnected, set()
         for route in [route for route in self._routes.values() if route.fd in gone]:
             del self._routes[route.identity]
-            self._close_route(route)
-
-    def _close_route(self, route: _Route) -> None:
-        link = route.link
-        if link is not None:
-            link.paths.pop(route, None)
-            self._end_if_done(link)
-
-    def _close_bulk(self, link: Link) -> None:
-        link.paths.pop(self._bulk, None)
-        self._end_if_done(link)
+            if route.link is not None:
+                self._close_path(route.link, route)
 
     def _on_connection_event(self, kind: int, fd: int) -> None:
         if kind == DISCONNECTED:
             # The first message of a connection, which makes its route, may still be unread.
             self._disconnected.add(fd)
             self.reader.call_when_empty(self._close_disconnected)
+
+    def _close_path(self, link: Link, path: object) -> None:
+        """Nothing more arrives by ``path``."""
+        link.paths.pop(path, None)
+        self._end_if_done(link)
 
     def _end_if_done(self, link: Link) -> None:
         if link.end_reason and not link.ended and not link.paths:
