@@ -408,7 +408,7 @@ class Links:
         """
         if not link.endpoint:
             known = self.resolve(link.peer)
-            link.incarnation, link.endpoint = known.incarnation, self._best_endpoint(known)
+            link.incarnation, link.endpoint = known.incarnation, self.best_endpoint(link.peer, known)
         if link.endpoint.startswith("ipc:"):
             hello = self._hello_to(link.incarnation)
             opened = local.connect(
@@ -424,12 +424,17 @@ class Links:
             socket.connect(link.endpoint)
             socket.send(packet, zmq.NOBLOCK)
 
-    def _best_endpoint(self, known: PeerAddress) -> str:
-        """Returns the endpoint of a peer at which it listens."""
+    def best_endpoint(self, peer: int, known: PeerAddress) -> str:
+        """Returns the endpoint of ``peer`` at which it listens.
+
+        Raises:
+            UnknownPeerError: if none of them can be reached from this host.
+        """
         for endpoint in known.endpoints:
             if endpoint.startswith("tcp:"):
                 return endpoint
-            if endpoint.startswith("ipc:") and self._fast and local.is_listening(channel_endpoint(endpoint)):
+            is_local = endpoint.startswith("ipc:") and self._fast
+            if is_local and (peer in self.same_host or local.is_listening(channel_endpoint(endpoint))):
                 return endpoint
         raise _unreachable(known)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from zmqgrad.errors import ClosedError, TransportError, ZmqgradError
+from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError, ZmqgradError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.service_thread import ServiceThread
@@ -428,17 +428,11 @@ class ZmqMailbox(Mailbox):
             self._heartbeats.watch(peer, heartbeat)
 
     def monitor(self, peer: int) -> None:
-        known = self._links.resolve(peer).endpoints
-        same_host = peer in self._links.same_host
-        for endpoint in known:
-            if endpoint.startswith("ipc:") and (same_host or local.is_listening(channel_endpoint(endpoint))):
-                self._watch(peer, endpoint, known)
-                return
-        tcp = next((e for e in known if e.startswith("tcp:")), "")
-        if tcp:
-            self._watch(peer, tcp, known)
-        elif self._heartbeats is not None:
-            self._endpoint.end(peer, f"none of its addresses {list(known)} can be reached from this host")
+        known = self._links.resolve(peer)
+        try:
+            self._watch(peer, self._links.best_endpoint(peer, known), known.endpoints)
+        except UnknownPeerError as e:
+            self._endpoint.end(peer, str(e))
 
     def unmonitor(self, peer: int) -> None:
         link = self._links.to(peer)
