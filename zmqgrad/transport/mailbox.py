@@ -137,8 +137,8 @@ class ZmqMailbox(Mailbox):
         self.on_heartbeat: OnHeartbeat | None = None
         self.job = job
         self._name = name
-        self._handler: Handler = _drop
-        self._on_end: OnEnd = _ignore_end
+        self._handler: Handler
+        self._on_end: OnEnd = lambda end: None
         self._timeouts = timeouts
         self._keys = keys
         self._heartbeats: HeartbeatMonitor | None = None
@@ -167,7 +167,7 @@ class ZmqMailbox(Mailbox):
         )
         self._service: ServiceThread | None = None
         self._own_service: ServiceThread | None = None
-        self._run_in_pool: Callable[[Task], None] = _run
+        self._run_in_pool: Callable[[Task], None] = lambda task: task()
         with ExitStack() as undo:
             undo.callback(self._context.term)
             self._open(tcp_host, advertised, fast_path, undo)
@@ -412,10 +412,7 @@ class ZmqMailbox(Mailbox):
 
     def flush(self, deadline: Deadline) -> bool:
         """As ``Mailbox``."""
-        return _wait_until(self._is_flushed, deadline)
-
-    def _is_flushed(self) -> bool:
-        return self._links.flushed() and self._bulk_has_arrived()
+        return _wait_until(lambda: self._links.flushed() and self._bulk_has_arrived(), deadline)
 
     def _bulk_has_arrived(self) -> bool:
         return not any(self._sealed.unacknowledged(link.peer) for link in self._links.all() if not link.ended)
@@ -617,15 +614,3 @@ def _wait_until(condition: Callable[[], bool], deadline: Deadline) -> bool:
 
 def _log_suspected(peer: int, silent: float) -> None:
     logger.debug("worker %d has been silent for %.1f s", peer, silent)
-
-
-def _run(task: Task) -> None:
-    task()
-
-
-def _ignore_end(end: PeerEnd) -> None:
-    """The default of ``on_end``."""
-
-
-def _drop(inbound: Inbound) -> None:
-    logger.debug("no handler yet for %s", inbound.message)
