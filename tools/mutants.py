@@ -36,7 +36,9 @@ MUTANTS = {
         "        return [(each[0], other[1]) for each, other in zip(burst, reversed(burst), strict=True)]\n",
     ),
     "order-repeated": Mutant(  # a message that was resent is delivered again
-        "transport/session.py", "            return Verdict.DUPLICATE", "            return Verdict.DELIVER"
+        "transport/session.py",
+        "            return False\n        self.delivered = sequence",
+        "            return sequence <= delivered\n        self.delivered = sequence",
     ),
     "ack-early": Mutant(  # the sender forgets one message more than was acknowledged
         "transport/session.py", "kept[0][0] <= sequence:", "kept[0][0] <= sequence + 1:"

@@ -16,7 +16,6 @@ acknowledgement, and resending too early costs bandwidth, not correctness.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
 from itertools import islice
@@ -60,15 +59,16 @@ class Outgoing(Generic[M]):
         """Bytes of all kept messages."""
         self.behind = False
         """Whether kept messages must still be sent on this connection, as :meth:`to_send` returns them."""
-        self._next = 1
+        self.next_sequence = 1
+        """The number that :meth:`add` will return next."""
         self._kept: deque[tuple[int, int, M]] = deque()
         self._in_flight = 0  # how many of the first were sent on this connection
         self._timeout = RESEND_SECONDS
 
     def add(self, message: M, size: int, now: float) -> int:
         """Keeps ``message``; the caller sends it now unless ``behind``. Returns its sequence number."""
-        sequence = self._next
-        self._next = sequence + 1
+        sequence = self.next_sequence
+        self.next_sequence = sequence + 1
         self._kept.append((sequence, size, message))
         self.size += size
         if not self.behind:
@@ -77,17 +77,12 @@ class Outgoing(Generic[M]):
             self.due = self._deadline(now)
         return sequence
 
-    @property
-    def next_sequence(self) -> int:
-        """The number that :meth:`add` will return next."""
-        return self._next
-
     def _deadline(self, now: float) -> float:
         return now + self._timeout + self.size / RESEND_BYTES_PER_SECOND if self._kept else math.inf
 
     def acknowledge(self, sequence: int, now: float) -> bool:
         """Drops all messages up to ``sequence``. Returns whether any was unacknowledged before."""
-        if not self.acknowledged < sequence < self._next:
+        if not self.acknowledged < sequence < self.next_sequence:
             return False  # outdated, or of a message that was never sent
         self.acknowledged = sequence
         kept = self._kept
@@ -131,14 +126,6 @@ class Outgoing(Generic[M]):
         return len(self._kept)
 
 
-class Verdict(enum.Enum):
-    """What to do with a received message. Only DELIVER passes it on."""
-
-    DELIVER = enum.auto()
-    DUPLICATE = enum.auto()
-    GAP = enum.auto()
-
-
 class Incoming:
     """The receiving half.
 
@@ -156,23 +143,23 @@ class Incoming:
         self._acknowledged = 0
         self._unacknowledged_bytes = 0
 
-    def receive(self, sequence: int, size: int, now: float) -> Verdict:
-        """Registers a received message of ``size`` bytes."""
+    def receive(self, sequence: int, size: int, now: float) -> bool:
+        """Registers a received message of ``size`` bytes. Returns whether it is the next to deliver."""
         delivered = self.delivered
         if sequence != delivered + 1:
             if sequence > delivered:
                 self.gaps += 1
-                return Verdict.GAP
-            self.duplicates += 1
-            self.due = now  # the acknowledgement was lost
-            return Verdict.DUPLICATE
+            else:
+                self.duplicates += 1
+                self.due = now  # the acknowledgement was lost
+            return False
         self.delivered = sequence
         self._unacknowledged_bytes += size
         if sequence - self._acknowledged >= ACK_MESSAGES or self._unacknowledged_bytes >= ACK_BYTES:
             self.due = now
         elif self.due == math.inf:
             self.due = now + ACK_SECONDS
-        return Verdict.DELIVER
+        return True
 
     def acknowledgement(self) -> int:
         """Returns the number for the next message to the sender to acknowledge."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.runtime.service_thread import Alarm, ServiceThread
-from zmqgrad.transport.session import Incoming, Verdict
+from zmqgrad.transport.session import Incoming
 from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.wire.frames import Envelope
 
@@ -92,9 +92,9 @@ class Sessions:
                     session.apply_ack(now)
         if not envelope.sequence:
             return True
-        verdict = incoming.receive(envelope.sequence, size, now)
+        is_next = incoming.receive(envelope.sequence, size, now)
         self.alarm.set(incoming.due)
-        return verdict is Verdict.DELIVER
+        return is_next
 
     # ---- timeouts ----------------------------------------------------------------------------------------
 
