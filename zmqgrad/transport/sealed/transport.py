@@ -156,8 +156,6 @@ class SealedTransport:
         self._may_wait = may_wait
         self._buffers = reassembler.buffers
         self._secured = secured
-        self._enabled = AVAILABLE or not secured
-        self._lacks_cipher = zap is not None and not AVAILABLE
         self._receiver = ChannelReceiver(
             name, incarnation, context, host, zap, pass_on, reassembler, notify, end
         )
@@ -170,9 +168,8 @@ class SealedTransport:
         """Returns the channel for a message with ``frames`` to ``peer``; None if it must not use one."""
         if sum(map(len, frames)) < MIN_SEALED_BYTES:
             return None
-        if not self._enabled:
-            if self._lacks_cipher:
-                _log_unavailable()
+        if self._secured and not AVAILABLE:
+            _log_unavailable()
             return None
         channel = self._channels.get(peer) or self._open(peer)
         if channel is None or channel.failed:
