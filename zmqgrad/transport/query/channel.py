@@ -62,7 +62,6 @@ class QueryChannel:
         self._trouble = ""  # the last problem, for error messages
         self._dealer: DealerConnection | None = None
         self._local: LocalConnection | None = None
-        self._local_fd = -1
         self._accepted: LocalConnection | None = (
             None  # the same, once the server has read our ping there: it counts us
         )
@@ -190,7 +189,7 @@ class QueryChannel:
             if (reply := self._on_message(data)) is not None:
                 return reply
         for fd, _ in self._spin(self._poll_for) or self._poll_for(to_milliseconds(seconds)):
-            if fd == self._local_fd:
+            if self._local is not None and fd == self._local.fd:
                 if (reply := self._read_local()) is not None:
                     return reply
             elif self._dealer is None or fd != self._dealer.fd:  # the DEALER is read next time
@@ -247,7 +246,7 @@ class QueryChannel:
             fast.close()
             return None
         fast.limit_waits(QUICK_SECONDS)
-        self._local, self._local_fd = fast, fast.fd
+        self._local = fast
         self._poll.register(fast.fd, select.POLLIN)
         return fast
 
@@ -259,7 +258,7 @@ class QueryChannel:
         assert fast is not None
         try:
             if fast.backlog() and fast.flush():
-                self._poll.modify(self._local_fd, select.POLLIN)
+                self._poll.modify(fast.fd, select.POLLIN)
             if not fast.is_ready():
                 return None
             data = fast.receive()
@@ -298,8 +297,7 @@ class QueryChannel:
         self._trouble = reason
         if fast is not None:
             self._server.local = None  # the server may have restarted at another endpoint
-            self._poll.unregister(self._local_fd)
-            self._local_fd = -1
+            self._poll.unregister(fast.fd)
             fast.close()
 
     def _close_dealer(self) -> None:
