@@ -108,10 +108,8 @@ def bind_in_range(bind_to: Callable[[int], _T]) -> _T:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:
-    try:
-        check_can_open(BIND_DESCRIPTORS)  # libzmq aborts a process that cannot list its interfaces
-    except OSError as e:
-        raise TransportError(f"cannot listen on {address}: {e.strerror}") from e
+    # libzmq aborts a process that cannot list its interfaces
+    check_can_open(BIND_DESCRIPTORS, f"cannot listen on {address}")
     try:
         socket.bind(address)
     except zmq.ZMQError as e:

@@ -124,10 +124,7 @@ class ZmqMailbox(Mailbox):
         job: bytes = b"",
         fast_path: bool = True,
     ) -> None:
-        try:
-            local.check_can_open(MAILBOX_DESCRIPTORS)
-        except OSError as e:
-            raise TransportError(f"{name} cannot open its sockets: {e.strerror}") from e
+        local.check_can_open(MAILBOX_DESCRIPTORS, f"{name} cannot open its sockets")
         fast_path = fast_path and local.supported()
         if tcp_host is None and not fast_path:
             raise TransportError(f"{name} has no address: neither local connections nor tcp may be used")

@@ -7,6 +7,8 @@ import os
 import re
 import secrets
 
+from zmqgrad.errors import TransportError
+
 _PROCESS = re.compile(r"@zmqgrad-[a-z]+-(\d+)-")
 _LIMIT = re.compile(r"^Max open files +(\d+)", re.MULTILINE)
 
@@ -22,23 +24,22 @@ def named_process(endpoint: str) -> int:
     return 0 if named is None else int(named[1])
 
 
-def check_can_open(needed: int) -> None:
+def check_can_open(needed: int, what: str) -> None:
     """Checks that this process can open ``needed`` descriptors: libzmq aborts it if a few are missing.
 
     Raises:
-        OSError: EMFILE, if it cannot.
+        TransportError: if it cannot; the text begins with ``what``, which then fails.
     """
     try:
         with open("/proc/self/limits") as limits:
             limit = _LIMIT.search(limits.read())
         used = len(os.listdir("/proc/self/fd"))
     except OSError as e:
-        if e.errno in (errno.EMFILE, errno.ENFILE):
-            raise  # there is none
+        if e.errno in (errno.EMFILE, errno.ENFILE):  # there is none
+            raise TransportError(f"{what}: {e.strerror}") from e
         return
     if limit is not None and used + needed > int(limit[1]):
-        raise OSError(
-            errno.EMFILE,
-            f"this process has {used} open files of {limit[1]} allowed, and {needed} more must be free: "
-            f"raise the limit (ulimit -n)",
+        raise TransportError(
+            f"{what}: this process has {used} open files of {limit[1]} allowed, and {needed} more must be "
+            f"free: raise the limit (ulimit -n)"
         )
