@@ -202,28 +202,6 @@ class LocalConnection:
         number: of the hello that was sent.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_announced",
-        "_backlog",
-        "_expected",
-        "_lock",
-        "_may_send",
-        "_offered",
-        "_on_backlog",
-        "_send",
-        "_socket",
-        "accepted",
-        "ahead",
-        "descriptors",
-        "fd",
-        "hello",
-        "number",
-        "receive",
-        "sent",
-        "sent_bytes",
-    )
-
     def __init__(
         self,
         connected: socket.socket,
@@ -366,7 +344,7 @@ class LocalConnection:
         with self._lock:
             for offer in offers:
                 if offer.segment not in self._offered:
-                    self._put_offer(offer)
+                    self._put_with_descriptor(*offer.make())
                     self._offered.add(offer.segment)  # last: an interrupt at worst sends it twice
             for packet in packets:
                 self._put(packet, -1)
@@ -413,9 +391,6 @@ class LocalConnection:
             return memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ))
         finally:
             os.close(fd)
-
-    def _put_offer(self, offer: Offer) -> None:
-        self._put_with_descriptor(*offer.make())
 
     def _put_with_descriptor(self, packet: bytes, fd: int) -> None:
         try:

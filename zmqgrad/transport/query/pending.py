@@ -29,16 +29,6 @@ class PendingQuery:
         deadline: when it fails.
     """
 
-    __slots__ = (
-        "_intervals",
-        "_repeat_at",
-        "deadline",
-        "packet",
-        "peer_responded",
-        "refused_at",
-        "request_id",
-    )
-
     def __init__(self, request_id: int, packet: bytearray, now: float, deadline: float) -> None:
         self.request_id = request_id
         self.packet = packet
