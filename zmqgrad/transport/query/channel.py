@@ -13,7 +13,7 @@ import secrets
 import select
 from collections.abc import Callable
 
-from zmqgrad.errors import ClosedError, ProtocolError, TransportError
+from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import Clock
 from zmqgrad.runtime.polling import to_milliseconds
 from zmqgrad.runtime.spinning import Spinner
@@ -40,7 +40,7 @@ class QueryChannel:
         server: shared by the channels of a client.
         fast_path: whether the fast path may be used.
         closing: descriptor that becomes readable when the client is closed.
-        closed_error: returns the error to raise if the client is closed, else None.
+        check_open: raises ClosedError if the client is closed.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class QueryChannel:
         server: ServerInfo,
         fast_path: bool,
         closing: int,
-        closed_error: Callable[[], ClosedError | None],
+        check_open: Callable[[], None],
         clock: Clock,
     ) -> None:
         self.id = secrets.randbits(63)
         self._server = server
         self._fast_path = fast_path
-        self._closed_error = closed_error
+        self._check_open = check_open
         self._now = clock.now
         self.last_request_id = PING_ID
         self._query = PendingQuery(self.last_request_id, bytearray(), 0.0, 0.0)
@@ -193,16 +193,11 @@ class QueryChannel:
                 if (reply := self._read_local()) is not None:
                     return reply
             elif self._dealer is None or fd != self._dealer.fd:  # the DEALER is read next time
-                self._raise_if_closed()
+                self._check_open()
                 if self._dealer is not None and self._dealer.read_events():
                     self._dealer.ping()
                     self._send_by_dealer()
         return None
-
-    def _raise_if_closed(self) -> None:
-        error = self._closed_error()
-        if error is not None:
-            raise error
 
     def _on_message(self, data: bytes | memoryview) -> Message | None:
         """Handles a received message. Returns it if it is the reply.
@@ -285,7 +280,7 @@ class QueryChannel:
                 message, reason = b"", str(e)
         if message:
             return self._on_message(message)
-        self._raise_if_closed()
+        self._check_open()
         self._close_local(reason)
         self._send()
         return None

@@ -114,19 +114,16 @@ class QueryClient:
                 f"used in a fork of it: start processes by spawn or forkserver, or connect in the child"
             )
         with self._lock:
-            error = self._closed_error()
-            if error is not None:
-                raise error
+            self._check_open()
             channel = QueryChannel(
-                self.server, self._fast_path, self._closing.fd, self._closed_error, self._clock
+                self.server, self._fast_path, self._closing.fd, self._check_open, self._clock
             )
             self._channels[channel] = None
         return channel
 
-    def _closed_error(self) -> ClosedError | None:
-        if not self._closed:
-            return None
-        return ClosedError(f"{self.name}, connected to {self.address}, is closed")
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name}, connected to {self.address}, is closed")
 
     def _drop(self, channel: QueryChannel) -> None:
         """Closes ``channel``, which the calling thread holds."""
