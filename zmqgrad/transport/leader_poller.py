@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-from typing import Protocol
 
 from zmqgrad.runtime.polling import Wakeup
 from zmqgrad.runtime.spinning import UNSOLICITED_SPIN_SECONDS, SpinBudget, Spinner
@@ -20,48 +19,10 @@ MAX_EVENTS = 256
 """How many events one poll returns at most."""
 
 
-class LeaderPoller(Protocol):
-    """Polls descriptors in one thread at a time, the leader. At first the thread that starts it counts as
-    leader."""
+class EpollLeaderPoller:
+    """Polls descriptors in one thread at a time, the leader: at first the one that starts it.
 
-    def register(self, fd: int, mask: int) -> None:
-        """Polls file descriptor ``fd`` for ``mask`` (``select.POLLIN``). From any thread; no effect after
-        :meth:`close`."""
-
-    def unregister(self, fd: int) -> None:
-        """Stops polling ``fd``, which must still be open."""
-
-    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
-        """Waits up to ``seconds`` (None: no limit); returns events as ``select.poll`` does. Leader only."""
-
-    def wait_for_lead(self) -> bool:
-        """Blocks until the calling thread is the leader. Returns False if the poller was closed."""
-
-    def try_lead(self) -> bool:
-        """Makes the calling thread the leader if there is none. Returns whether it leads. Never blocks."""
-
-    def promote(self, at_once: bool) -> None:
-        """Gives up the lead: the next event makes one follower the leader; with ``at_once``, one is woken
-        now.
-
-        Called by the leader, or before there is one.
-        """
-
-    def close(self) -> None:
-        """Makes all followers return. Called by the leader, or before there is one. Idempotent."""
-
-
-def make_leader_poller(budget: SpinBudget | None = None) -> LeaderPoller:
-    """Returns the best poller for this system. Its leader spins with ``budget`` before it blocks."""
-    return (
-        EpollLeaderPoller(budget)
-        if hasattr(select, "epoll") and hasattr(os, "eventfd")
-        else PollLeaderPoller()
-    )
-
-
-class EpollLeaderPoller(LeaderPoller):
-    """Two nested epolls: followers wait at the outer one, which contains the inner one.
+    Two nested epolls: followers wait at the outer one, which contains the inner one.
 
     The outer epoll is armed for one event (``EPOLLONESHOT``), so the kernel wakes one follower, and no other
     one before it is armed again.
@@ -83,16 +44,20 @@ class EpollLeaderPoller(LeaderPoller):
         self._inner.register(self._eventfd, select.EPOLLIN)
 
     def register(self, fd: int, mask: int) -> None:
+        """Polls file descriptor ``fd`` for ``mask`` (``select.POLLIN``). From any thread; no effect after
+        :meth:`close`."""
         with self._lock:
             if not self._inner.closed:
                 self._inner.register(fd, mask)
 
     def unregister(self, fd: int) -> None:
+        """Stops polling ``fd``, which must still be open."""
         with self._lock:
             if not self._inner.closed:
                 self._inner.unregister(fd)
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
+        """Waits up to ``seconds`` (None: no limit); returns events as ``select.poll`` does. Leader only."""
         # Threads that wait for replies at their own channels need the processor next.
         spins = seconds != 0 and not self._spin_budget.waiting
         ready = (spins and self._spin(self._inner.poll)) or self._inner.poll(seconds, MAX_EVENTS)
@@ -105,6 +70,7 @@ class EpollLeaderPoller(LeaderPoller):
         return [entry for entry in ready if entry[0] != self._eventfd]
 
     def wait_for_lead(self) -> bool:
+        """Blocks until the calling thread is the leader. Returns False if the poller was closed."""
         with self._lock:
             self._waiting += 1
         while True:
@@ -121,6 +87,7 @@ class EpollLeaderPoller(LeaderPoller):
                     return True
 
     def try_lead(self) -> bool:
+        """Makes the calling thread the leader if there is none. Returns whether it leads. Never blocks."""
         with self._lock:
             if self._has_leader or self._closed:
                 return False
@@ -131,6 +98,11 @@ class EpollLeaderPoller(LeaderPoller):
             return True
 
     def promote(self, at_once: bool) -> None:
+        """Gives up the lead: the next event makes one follower the leader; with ``at_once``, one is woken
+        now.
+
+        Called by the leader, or before there is one.
+        """
         with self._lock:  # else another thread could lead, and close, before it is armed
             self._arm(at_once)
 
@@ -147,6 +119,7 @@ class EpollLeaderPoller(LeaderPoller):
             self._outer.register(self._inner_fd, select.EPOLLIN | select.EPOLLONESHOT)
 
     def close(self) -> None:
+        """Makes all followers return. Called by the leader, or before there is one. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -165,8 +138,8 @@ class EpollLeaderPoller(LeaderPoller):
             os.close(self._eventfd)
 
 
-class PollLeaderPoller(LeaderPoller):
-    """For systems without epoll: a follower becomes leader at once, and polls."""
+class PollLeaderPoller:
+    """As :class:`EpollLeaderPoller`, without epoll: a follower becomes leader at once, and polls."""
 
     def __init__(self) -> None:
         self._inner = select.poll()
@@ -176,13 +149,16 @@ class PollLeaderPoller(LeaderPoller):
         self._inner.register(self._wakeup.fd, select.POLLIN)
 
     def register(self, fd: int, mask: int) -> None:
+        """As :meth:`EpollLeaderPoller.register`."""
         self._inner.register(fd, mask)
         self._wakeup.set()  # a poll under way does not see a new descriptor
 
     def unregister(self, fd: int) -> None:
+        """As :meth:`EpollLeaderPoller.unregister`."""
         self._inner.unregister(fd)
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
+        """As :meth:`EpollLeaderPoller.poll`."""
         ready = self._inner.poll(None if seconds is None else int(seconds * 1000))
         if (self._wakeup.fd, select.POLLIN) in ready:
             self._wakeup.clear()
@@ -190,22 +166,37 @@ class PollLeaderPoller(LeaderPoller):
         return ready
 
     def wait_for_lead(self) -> bool:
-        self._turns.acquire()
-        if self._closed:
-            self._turns.release()
-        return not self._closed
+        """As :meth:`EpollLeaderPoller.wait_for_lead`."""
+        return self._take_turn(blocking=True)
 
     def try_lead(self) -> bool:
-        if not self._turns.acquire(blocking=False):
-            return False
-        if self._closed:
+        """As :meth:`EpollLeaderPoller.try_lead`."""
+        return self._take_turn(blocking=False)
+
+    def _take_turn(self, blocking: bool) -> bool:
+        taken = self._turns.acquire(blocking)
+        if taken and self._closed:
             self._turns.release()
-        return not self._closed
+        return taken and not self._closed
 
     def promote(self, at_once: bool) -> None:
+        """As :meth:`EpollLeaderPoller.promote`."""
         self._turns.release()
 
     def close(self) -> None:
+        """As :meth:`EpollLeaderPoller.close`."""
         if not self._closed:
             self._closed = True
             self._turns.release()
+
+
+LeaderPoller = EpollLeaderPoller | PollLeaderPoller
+
+
+def make_leader_poller(budget: SpinBudget | None = None) -> LeaderPoller:
+    """Returns the best poller for this system. Its leader spins with ``budget`` before it blocks."""
+    return (
+        EpollLeaderPoller(budget)
+        if hasattr(select, "epoll") and hasattr(os, "eventfd")
+        else PollLeaderPoller()
+    )
