@@ -157,7 +157,9 @@ def test_sockets_listen_in_the_range_of_ports(ports: range) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router, other = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
     try:
-        assert bind_policy.bind(router, "tcp://127.0.0.1:*") == f"tcp://127.0.0.1:{ports[0]}"
+        assert (
+            bind_policy.bind_tcp(router, "tcp://127.0.0.1:*", secured=True) == f"tcp://127.0.0.1:{ports[0]}"
+        )
         heartbeats = HeartbeatListener("ipc://@zmqgrad-test-range", "127.0.0.1", "198.51.100.9")
         try:
             assert heartbeats.endpoint is not None
@@ -165,7 +167,7 @@ def test_sockets_listen_in_the_range_of_ports(ports: range) -> None:
             with TCPStore("127.0.0.1", 0, is_master=True) as store:
                 assert store.port == ports[2]
                 with pytest.raises(AddressInUseError, match=f"{ports[0]}-{ports[2]} are in use"):
-                    bind_policy.bind(other, "tcp://127.0.0.1:*")
+                    bind_policy.bind_tcp(other, "tcp://127.0.0.1:*", secured=True)
         finally:
             heartbeats.close()
     finally:

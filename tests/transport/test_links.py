@@ -20,7 +20,7 @@ from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd
-from zmqgrad.transport.bind_policy import bind
+from zmqgrad.transport.bind_policy import bind_tcp
 from zmqgrad.transport.local import unix_name
 from zmqgrad.transport.local.channels import channel_endpoint
 from zmqgrad.transport.local.descriptors import abstract_endpoint, named_process
@@ -163,10 +163,10 @@ def test_nothing_is_bound_without_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
             with pytest.raises(TransportError, match=r"cannot listen on tcp://.*: Too many open files"):
-                bind(router, "tcp://127.0.0.1:*")
+                bind_tcp(router, "tcp://127.0.0.1:*", secured=False)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert bind(router, "tcp://127.0.0.1:*").startswith("tcp://127.0.0.1:")
+        assert bind_tcp(router, "tcp://127.0.0.1:*", secured=False).startswith("tcp://127.0.0.1:")
 
 
 def test_an_endpoint_names_its_process() -> None:

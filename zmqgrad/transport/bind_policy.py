@@ -66,21 +66,6 @@ def check_bind_address(address: str, secured: bool) -> None:
 _T = TypeVar("_T")
 
 
-def bind(socket: zmq.Socket[bytes], address: str) -> str:
-    """Binds ``socket`` to ``address``; a port ``*`` is one of the range, if there is one.
-
-    Returns:
-        The address with its port.
-
-    Raises:
-        AddressInUseError: if another socket listens there.
-        TransportError: if it cannot be bound for another reason.
-    """
-    if address.startswith("tcp://") and address.endswith(":*"):
-        return bind_in_range(lambda port: _bind(socket, f"{address[:-1]}{port or '*'}"))
-    return _bind(socket, address)
-
-
 def bind_in_range(bind_to: Callable[[int], _T]) -> _T:
     """Calls ``bind_to`` with the ports of ``ZMQGRAD_PORT_RANGE`` until one is free; with 0 without a range.
 
@@ -133,7 +118,8 @@ def bind_tcp(socket: zmq.Socket[bytes], address: str, *, secured: bool, listen_f
         The address with its port.
 
     Raises:
-        AddressInUseError, TransportError: as :func:`bind`.
+        AddressInUseError: if another socket listens there.
+        TransportError: if it cannot be bound for another reason.
         ConfigurationError: if other hosts could connect and nothing protects the traffic, or if ``listen_fd``
             is not a tcp socket bound to that port; then the descriptor is left as it was.
     """
@@ -141,11 +127,13 @@ def bind_tcp(socket: zmq.Socket[bytes], address: str, *, secured: bool, listen_f
     socket.backlog = ACCEPT_BACKLOG
     if listen_fd is None:
         check_bind_address(address, secured)
-        return bind(socket, address)
+        if address.endswith(":*"):
+            return bind_in_range(lambda port: _bind(socket, f"{address[:-1]}{port or '*'}"))
+        return _bind(socket, address)
     address = _listen(listen_fd, address.rpartition(":")[2], secured=secured)
     socket.set(zmq.USE_FD, listen_fd)
     try:
-        return bind(socket, address)
+        return _bind(socket, address)
     finally:
         socket.set(zmq.USE_FD, -1)  # later addresses of this socket get descriptors of their own
 
