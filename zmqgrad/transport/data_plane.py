@@ -21,7 +21,7 @@ from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import LazyFrame
-from zmqgrad.wire.messages import RESPONSE, Chunk, CreditWanted, LargeMessage, Manifest, Message, MessageType
+from zmqgrad.wire.messages import RESPONSE, Chunk, CreditWanted, Manifest, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +78,6 @@ class DataPlane:
         if any([buffer.block and not buffer.segment for buffer in manifest.buffers]):
             manifest, frames = self.reassembler.complete(peer, manifest, frames)
         return self.shared_memory.open(peer, manifest, frames)
-
-    def take_first(self, peer: int, message: LargeMessage) -> bytes:
-        """Returns the first frame of a message that was sent in chunks.
-
-        Raises:
-            ProtocolError: if a chunk is missing.
-        """
-        return bytes(self.reassembler.take(peer, message.stream, message.size))
 
     def on_message(self, inbound: Inbound) -> None:
         """Handles one of the messages in ``DATA_PLANE_TYPES``.

@@ -282,8 +282,8 @@ class Endpoint:
             if envelope.type == MessageType.LARGE_MESSAGE:
                 assert isinstance(message, LargeMessage)
                 size += message.size - len(first)  # what its sender has counted
-                whole = self._plane.take_first(envelope.source, message)
-                return self.decode(whole, frames, path, accepted=True)
+                whole = self._plane.reassembler.take(envelope.source, message.stream, message.size)
+                return self.decode(bytes(whole), frames, path, accepted=True)
         except ProtocolError as e:
             self._on_malformed(first, size, path, e)
             return None

@@ -61,8 +61,9 @@ class SharedMemoryTransport:
         self._pid = os.getpid()
         self._arena = Arena(settings.limit if supported() else 0)
         self._copier = Copier(name)
-        self._copy = self._copier.copy
+        self._copy, self.join = self._copier.copy, self._copier.join
         self._mapped_blocks = MappedBlocks(self._on_release)
+        self.on_offer = self._mapped_blocks.map
         self._dropped: deque[int] = deque()  # own leases of shared blocks; filled by finalizers
         self._references: dict[int, weakref.ref[Any]] = {}  # of their arrays, by lease
         self.has_releases = self._mapped_blocks.has_releases
@@ -292,10 +293,6 @@ class SharedMemoryTransport:
         self._count(received=sum([p.size for p in manifest.buffers if p.segment]))
         return opened
 
-    def on_offer(self, peer: int, offer: ArenaOffer, fd: int) -> None:
-        """Map a segment of ``peer``. Raises ProtocolError if that is not possible. Closes ``fd``."""
-        self._mapped_blocks.map(peer, offer, fd)
-
     # ---- releases and unused memory ---------------------------------------------------------------------
 
     def _on_release(self) -> None:
@@ -353,10 +350,6 @@ class SharedMemoryTransport:
         """As :meth:`stop`, once nothing is read any more. Tensors that were received stay valid."""
         self.stop()
         self._mapped_blocks.close()
-
-    def join(self, deadline: Deadline) -> list[str]:
-        """Wait for threads. Returns the names of those that have not ended by ``deadline``."""
-        return self._copier.join(deadline)
 
     def statistics(self) -> dict[str, Any]:
         """Return the use of the arena and of mapped blocks, and the messages that went through a socket."""
