@@ -29,7 +29,7 @@ from zmqgrad.transport.security import ZapAuthenticator, password_client
 from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.sockets import send_all, set_up, use_io_thread
-from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, MessageType
+from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class SealedTransport:
         zap: ZapAuthenticator | None,
         sessions: Sessions,
         reassembler: Reassembler,
-        notify: Callable[..., None],
+        notify: Callable[[int, Message], None],
         pass_on: Callable[[bytes, Sequence[Buffer]], None],
         endpoint: Callable[[int], str],
         may_wait: Callable[[], bool],
@@ -157,7 +157,7 @@ class SealedTransport:
         self._buffers = reassembler.buffers
         self._secured = secured
         self._receiver = ChannelReceiver(
-            name, incarnation, context, host, zap, pass_on, reassembler, notify, end
+            name, incarnation, context, host, zap, pass_on, reassembler, notify, sessions, end
         )
         self.end, self.join = self._receiver.end, self._receiver.join
         self._lock = threading.Lock()  # guards all below; sending to a channel has the channel's lock
