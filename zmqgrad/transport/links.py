@@ -214,7 +214,7 @@ class Links:
         try:
             make_socket = partial(self._dealer, "[" in endpoint)
             link.session = session = SessionSocket(
-                self._name, endpoint, known.incarnation, link.lock, make_socket, self._sessions
+                endpoint, known.incarnation, link.lock, make_socket, self._sessions
             )
         except zmq.ZMQError as e:
             raise TransportError(f"cannot connect to worker {link.peer} at {endpoint}: {e}") from e

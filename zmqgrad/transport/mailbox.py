@@ -201,8 +201,6 @@ class ZmqMailbox(Mailbox):
             port = self._endpoint.listen(tcp_address(tcp_host, "*"))
             self._endpoints += (tcp_address(advertised or tcp_host, port),)
         self._sealed = SealedTransport(
-            self._name,
-            self.incarnation,
             self._context,
             tcp_host,
             self._keys is not None,

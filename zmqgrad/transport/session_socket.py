@@ -43,7 +43,6 @@ class SessionSocket:
     """Sends to one incarnation of one peer. ``lock`` guards all attributes; callers must hold it.
 
     Args:
-        name: of the worker, for the log.
         endpoint: of the peer.
         target: incarnation of the peer; 0: any.
         make_socket: returns a DEALER that is ready to connect.
@@ -52,7 +51,6 @@ class SessionSocket:
 
     def __init__(
         self,
-        name: str,
         endpoint: str,
         target: int,
         lock: threading.Lock,
@@ -67,7 +65,6 @@ class SessionSocket:
         self.peer_acknowledged = 0
         """The highest number that the peer has acknowledged, for :meth:`apply_ack`. Needs no lock."""
         self.reconnects = self.resends = 0
-        self._name = name
         self._endpoint = endpoint
         self._make_socket = make_socket
         self._sessions = sessions
@@ -182,7 +179,7 @@ class SessionSocket:
             self.reconnects += 1
             logger.info(
                 "%s: the connection to %s broke; %d messages are not acknowledged and will be sent again",
-                self._name,
+                self._sessions.name,
                 self._endpoint,
                 len(self.outgoing),
             )
@@ -198,7 +195,7 @@ class SessionSocket:
         try:
             self._open(now)
         except zmq.ZMQError as e:  # such as too many open files
-            logger.warning("%s cannot connect to %s now: %s", self._name, self._endpoint, e)
+            logger.warning("%s cannot connect to %s now: %s", self._sessions.name, self._endpoint, e)
             self._reopen_at = now + MAX_BACKOFF_SECONDS
 
     def on_time(self, now: float) -> None:
@@ -211,7 +208,7 @@ class SessionSocket:
         if self._socket is not None and self.outgoing.is_overdue(now):
             logger.info(
                 "%s: nothing was acknowledged by %s for long, %d messages will be sent again",
-                self._name,
+                self._sessions.name,
                 self._endpoint,
                 len(self.outgoing),
             )

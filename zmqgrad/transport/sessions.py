@@ -58,8 +58,8 @@ class Sessions:
         self.ack = ack
         self.sockets: dict[SessionSocket, None] = {}
         """Those that are open, oldest first: whatever is done for all of them has an order."""
-        self._name = name
-        self._incarnation = incarnation
+        self.name = name
+        self.incarnation = incarnation
         self._acknowledge = acknowledge
         self._closed = False
 
@@ -71,7 +71,7 @@ class Sessions:
 
     def receive(self, link: Link, envelope: Envelope, size: int) -> bool:
         """Registers a received message of a session. Returns whether to deliver it. Reading thread only."""
-        if envelope.target and envelope.target != self._incarnation:
+        if envelope.target and envelope.target != self.incarnation:
             self.misdirected += 1
             return False
         incoming = link.incoming.get(envelope.incarnation) or _hear(link, envelope.incarnation)
@@ -111,9 +111,7 @@ class Sessions:
                     try:
                         self._acknowledge(link)
                     except ZmqgradError as e:
-                        logger.debug(
-                            "%s cannot acknowledge what worker %d sent: %s", self._name, link.peer, e
-                        )
+                        logger.debug("%s cannot acknowledge what worker %d sent: %s", self.name, link.peer, e)
                 due = min(due, incoming.due)
         for session in self.sockets.copy():
             with session.lock:

@@ -68,7 +68,6 @@ class ChannelReceiver:
     """Receives the channels of all peers of one mailbox.
 
     Args:
-        name, incarnation: of the worker.
         host: address to listen on; None: there are no channels.
         zap: authenticator of ``context``; None: there is no secret, so records are not sealed.
         pass_on: called with the frames of each message that is no chunk.
@@ -80,8 +79,6 @@ class ChannelReceiver:
 
     def __init__(
         self,
-        name: str,
-        incarnation: int,
         context: zmq.Context[zmq.Socket[bytes]],
         host: str | None,
         zap: ZapAuthenticator | None,
@@ -91,8 +88,6 @@ class ChannelReceiver:
         sessions: Sessions,
         end: Callable[[int, str], None],
     ) -> None:
-        self._name = name
-        self._incarnation = incarnation
         self._context = context
         self._host = host
         self._zap = zap
@@ -129,7 +124,7 @@ class ChannelReceiver:
         if not why:
             cipher: Cipher | NullCipher = NullCipher(message.channel)
             if self._zap is not None:
-                cipher = Cipher(message.key, message.channel, source.incarnation, self._incarnation)
+                cipher = Cipher(message.key, message.channel, source.incarnation, self._sessions.incarnation)
             with self._lock:
                 channel = _Channel(message.channel, source.source, source.incarnation, cipher)
                 self._channels[channel.number] = channel
@@ -144,11 +139,11 @@ class ChannelReceiver:
         if self._reader is not None:
             return ""
         if self._host is None:
-            return f"{self._name} does not listen on tcp"
+            return f"{self._sessions.name} does not listen on tcp"
         if self._zap is not None and not AVAILABLE:
-            return f"{self._name} has no package cryptography"
+            return f"{self._sessions.name} has no package cryptography"
         self._router = router = self._context.socket(zmq.ROUTER)
-        reader = Reader(f"{self._name}-bulk", partial(router.close, linger=0))
+        reader = Reader(f"{self._sessions.name}-bulk", partial(router.close, linger=0))
         try:
             set_up(router)
             router.rcvhwm = MAX_QUEUED_RECORDS
@@ -159,7 +154,7 @@ class ChannelReceiver:
             self._listener = TcpListener(router, address, reader, secured=True)
         except TransportError as e:
             reader.close()
-            logger.warning("%s cannot receive large messages by channels: %s", self._name, e)
+            logger.warning("%s cannot receive large messages by channels: %s", self._sessions.name, e)
             return str(e)
         bytearray(MALLOC_REUSES_BYTES)  # once one is freed, glibc keeps blocks of this size and less
         if self._zap is not None:
@@ -209,7 +204,7 @@ class ChannelReceiver:
             if channel is not None and channel.cipher.is_forged:
                 self._drop(channel)
         except Exception:
-            logger.exception("%s: handling a sealed record failed", self._name)
+            logger.exception("%s: handling a sealed record failed", self._sessions.name)
 
     def _open(self, channel: _Channel, head: Head, record: Sequence[Buffer]) -> None:
         incoming, cipher, now = channel.incoming, channel.cipher, MONOTONIC.now()
@@ -217,7 +212,9 @@ class ChannelReceiver:
         first = cipher.open(record, 0)  # authenticates the head, too
         if head.sequence != incoming.delivered + 1:
             incoming.receive(head.sequence, size, now)
-            logger.debug("%s: record %d of %r is not the next one", self._name, head.sequence, cipher)
+            logger.debug(
+                "%s: record %d of %r is not the next one", self._sessions.name, head.sequence, cipher
+            )
             return
         try:
             envelope, _, message = decode_all(first)
@@ -252,7 +249,7 @@ class ChannelReceiver:
     def _refuse(self, error: ProtocolError) -> None:
         self.refused += 1
         if self.refused <= MAX_LOGGED:
-            logger.warning("%s: refused a sealed record (%s)", self._name, error)
+            logger.warning("%s: refused a sealed record (%s)", self._sessions.name, error)
 
     def _drop(self, channel: _Channel) -> None:
         """Opens nothing more with the key of ``channel``. What was still to come is lost with its link."""
@@ -260,7 +257,9 @@ class ChannelReceiver:
             if self._channels.pop(channel.number, None) is None:
                 return
         self.keys_dropped += 1
-        logger.warning("%s: dropped a key: too many records of %r were forged", self._name, channel.cipher)
+        logger.warning(
+            "%s: dropped a key: too many records of %r were forged", self._sessions.name, channel.cipher
+        )
         self._end_link(channel.peer, "too many of its sealed records were forged on their way")
 
     def acknowledge(self, now: float) -> float:

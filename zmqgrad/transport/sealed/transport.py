@@ -51,7 +51,6 @@ class ChannelSocket(SessionSocket):
 
     def __init__(
         self,
-        name: str,
         endpoint: str,
         cipher: Cipher | NullCipher,
         make_socket: Callable[[], zmq.Socket[bytes]],
@@ -61,7 +60,7 @@ class ChannelSocket(SessionSocket):
         self.cipher = cipher
         self._on_connected = on_connected
         self._closed = False
-        super().__init__(name, endpoint, 0, threading.Lock(), make_socket, sessions)
+        super().__init__(endpoint, 0, threading.Lock(), make_socket, sessions)
 
     def seal_and_send(self, frames: Sequence[Buffer], memory: memoryview, now: float) -> None:
         """Seals a message into ``memory`` and sends it. Sealed frames may be modified afterwards.
@@ -71,7 +70,7 @@ class ChannelSocket(SessionSocket):
             ProtocolError: as :meth:`Cipher.seal`.
         """
         if self._closed:
-            raise ClosedError(f"{self._name}: the connection to {self._endpoint} was dropped")
+            raise ClosedError(f"{self._sessions.name}: the connection to {self._endpoint} was dropped")
         self.send(*self.cipher.seal(self.outgoing.next_sequence, frames, memory), now)
 
     def _transmit(self, sequence: int, first: bytearray, frames: Sequence[Buffer]) -> None:
@@ -118,7 +117,6 @@ class SealedTransport:
     """Sends and receives large messages in records, which are sealed if the job has a secret.
 
     Args:
-        name, incarnation: of the worker.
         host: address that the mailbox listens on by tcp; None: it does not.
         secured: whether the job has a secret.
         zap: authenticator of ``context``; None if the job has no secret, or the mailbox does not listen.
@@ -133,8 +131,6 @@ class SealedTransport:
 
     def __init__(
         self,
-        name: str,
-        incarnation: int,
         context: zmq.Context[zmq.Socket[bytes]],
         host: str | None,
         secured: bool,
@@ -147,8 +143,6 @@ class SealedTransport:
         may_wait: Callable[[], bool],
         end: Callable[[int, str], None],
     ) -> None:
-        self._name = name
-        self._incarnation = incarnation
         self._context = context
         self._sessions = sessions
         self._notify = notify
@@ -156,9 +150,7 @@ class SealedTransport:
         self._may_wait = may_wait
         self._buffers = reassembler.buffers
         self._secured = secured
-        self._receiver = ChannelReceiver(
-            name, incarnation, context, host, zap, pass_on, reassembler, notify, sessions, end
-        )
+        self._receiver = ChannelReceiver(context, host, zap, pass_on, reassembler, notify, sessions, end)
         self.end, self.join = self._receiver.end, self._receiver.join
         self._lock = threading.Lock()  # guards all below; sending to a channel has the channel's lock
         self._channels: dict[int, _Channel] = {}
@@ -189,7 +181,7 @@ class SealedTransport:
                 logger.warning(
                     "%s: a channel for large messages was not connected within %.1f s; until it is, they "
                     "share the connection of the others: these wait, and with a secret CURVE is slower",
-                    self._name,
+                    self._sessions.name,
                     CONNECT_SECONDS,
                 )
         return channel.is_connected()
@@ -239,7 +231,9 @@ class SealedTransport:
             self._connect(peer, channel, endpoint, incarnation, message.token)
         else:
             channel.fail()
-            logger.info("%s: no channel for sealed data to worker %d: %s", self._name, peer, message.why)
+            logger.info(
+                "%s: no channel for sealed data to worker %d: %s", self._sessions.name, peer, message.why
+            )
 
     def _connect(self, peer: int, channel: _Channel, endpoint: str, incarnation: int, token: bytes) -> None:
         def dealer() -> zmq.Socket[bytes]:
@@ -254,13 +248,13 @@ class SealedTransport:
 
         cipher: Cipher | NullCipher = NullCipher(channel.number)
         if self._secured:
-            cipher = Cipher(channel.key, channel.number, self._incarnation, incarnation)
+            cipher = Cipher(channel.key, channel.number, self._sessions.incarnation, incarnation)
         connected = partial(channel.settled.set_result, None)
         try:
-            socket = ChannelSocket(self._name, endpoint, cipher, dealer, self._sessions, connected)
+            socket = ChannelSocket(endpoint, cipher, dealer, self._sessions, connected)
         except zmq.ZMQError as e:
             channel.fail()
-            logger.warning("%s cannot open a channel to %s: %s", self._name, endpoint, e)
+            logger.warning("%s cannot open a channel to %s: %s", self._sessions.name, endpoint, e)
             return
         with self._lock:
             if self._channels.get(peer) is channel and not self._closed:
