@@ -38,7 +38,7 @@ from zmqgrad.transport.local.connection import (
     Queued,
     close_descriptors,
 )
-from zmqgrad.transport.local.handshake import PROTOCOL, Hello
+from zmqgrad.transport.local.handshake import Hello
 from zmqgrad.transport.security import Keys, secure_client
 from zmqgrad.transport.session import Incoming
 from zmqgrad.transport.session_socket import SessionSocket
@@ -103,7 +103,7 @@ class Links:
 
     Args:
         name: of the worker, used in errors.
-        hello: what this mailbox tells peers of its host; the target is filled in.
+        hello: makes what this mailbox tells a peer of its host, from the target and the number.
         local_key: of the local connections of the job.
         keys: the job's, required of peers by tcp; None: they are not authenticated.
         fast: whether to use local connections where the system supports them.
@@ -116,7 +116,7 @@ class Links:
         self,
         name: str,
         context: zmq.Context[zmq.Socket[bytes]],
-        hello: Hello,
+        hello: Callable[[int, int], Hello],
         local_key: bytes,
         keys: Keys | None,
         fast: bool,
@@ -249,7 +249,7 @@ class Links:
             # may be closed before it accepts, it would be lost with the connection: see channel().
             opened = local.connect(
                 channel_endpoint(endpoint, number),
-                self._hello_to(target, continued),
+                self._hello(target, continued),
                 self._local_key,
                 self._on_backlog,
                 eager=not number,
@@ -410,7 +410,7 @@ class Links:
             known = self.resolve(link.peer)
             link.incarnation, link.endpoint = known.incarnation, self.best_endpoint(link.peer, known)
         if link.endpoint.startswith("ipc:"):
-            hello = self._hello_to(link.incarnation)
+            hello = self._hello(link.incarnation, 0)
             opened = local.connect(
                 channel_endpoint(link.endpoint), hello, self._local_key, _ignore, eager=True
             )
@@ -437,10 +437,6 @@ class Links:
             if is_local and (peer in self.same_host or local.is_listening(channel_endpoint(endpoint))):
                 return endpoint
         raise _unreachable(known)
-
-    def _hello_to(self, target: int, number: int = 0) -> Hello:
-        own = self._hello
-        return Hello(PROTOCOL, target, own.source, own.incarnation, number)
 
     def channel(self, link: Link, number: int) -> LocalConnection | None:
         """Returns the connection to reply channel ``number`` of the peer; None before it is accepted."""

@@ -147,14 +147,13 @@ class ZmqMailbox(Mailbox):
         )
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._spin_budget = SpinBudget(spin_seconds)
-        hello = Hello(PROTOCOL, 0, worker_id, self.incarnation)
         self._local_key = local_key(keys, job)
         ack = bytes(encode(Ack(), worker_id, self.incarnation, 0))
         self._sessions = Sessions(name, self.incarnation, ack, self._acknowledge)
         self._links = Links(
             name,
             self._context,
-            hello,
+            lambda target, number: Hello(PROTOCOL, target, worker_id, self.incarnation, number),
             self._local_key,
             keys,
             fast_path,
