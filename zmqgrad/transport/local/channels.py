@@ -24,7 +24,6 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sized
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -65,18 +64,14 @@ class ReplyChannel:
 
     def __init__(self, number: int, channels: ReplyChannels) -> None:
         self.number = number
-        self._on_settled = channels.on_settled
-        self._ending = channels.ending
+        self._channels = channels
         self.in_hand = False
         """Whether the owner handles a message that it has received."""
         self._over = False  # a wake-up was read, or the time was over, which the owner is still to be told
         self.spins = True
         self._spinner = Spinner(channels.spin_budget)
-        self._decode = channels.decode
-        self._on_path_closed = channels.on_path_closed
         self.abandoned = False
         """Whether its owner is done with it, and no other thread may use it."""
-        self._take_back: Callable[[list[base.ReplyChannel]], None] = partial(channels.take_back, self)
         # Held while the owner waits, and while the reader reads in its place.
         self._reading = threading.Lock()
         self._arrived: deque[Arrival] = deque()
@@ -89,8 +84,7 @@ class ReplyChannel:
     def _on_resumed(self) -> None:
         """A descriptor is polled again, which a poll under way does not notice. From any thread."""
         self.wake()
-        if self._ending:
-            self._on_settled(self)
+        self._channels.settle(self)
 
     def receive(self, seconds: float | None) -> Inbound | None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
@@ -100,10 +94,10 @@ class ReplyChannel:
                 packet, connection = self._arrived.popleft()
                 if packet:
                     self.in_hand = True
-                    return self._decode(packet, connection)
-                self._on_path_closed(connection)
-        if self._ending:  # a link may have begun to end meanwhile, whose end is still to be read here
-            self._on_settled(self)
+                    return self._channels.decode(packet, connection)
+                self._channels.on_path_closed(connection)
+        # A link may have begun to end meanwhile, whose end is still to be read here.
+        self._channels.settle(self)
         return None
 
     def _wait(self, seconds: float | None) -> bool:
@@ -126,8 +120,7 @@ class ReplyChannel:
     def settle(self) -> None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
         self.in_hand = False
-        if self._ending:
-            self._on_settled(self)
+        self._channels.settle(self)
 
     def take_arrived(self) -> list[Arrival]:
         """Returns all that has arrived, to be handled by the calling thread.
@@ -153,7 +146,7 @@ class ReplyChannel:
         if self.abandoned:
             self.abandon(held, _ignore)
         else:
-            self._take_back(held)
+            self._channels.take_back(self, held)
 
     def abandon(self, held: list[base.ReplyChannel], handle: Callable[[Inbound], None]) -> None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
@@ -166,10 +159,10 @@ class ReplyChannel:
         while self._arrived:
             packet, connection = self._arrived.popleft()
             if not packet:
-                self._on_path_closed(connection)
-            elif (inbound := self._decode(packet, connection)) is not None:
+                self._channels.on_path_closed(connection)
+            elif (inbound := self._channels.decode(packet, connection)) is not None:
                 handle(inbound)
-        self._take_back(held)
+        self._channels.take_back(self, held)
 
     def wake(self) -> None:
         """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
@@ -180,7 +173,6 @@ class ReplyChannel:
         with self._reading:
             self._listener.close()
         self._wakeup = SPENT
-        self._take_back = list.clear  # breaks a reference cycle
 
 
 def _ignore(_: Inbound) -> None:
@@ -255,11 +247,15 @@ class ReplyChannels:
         """Returns all channels, idle or not."""
         return self._all.copy()
 
+    def settle(self, channel: ReplyChannel) -> None:
+        """What arrives at ``channel``, which its owner does not read now, may belong to a link that ends."""
+        if self.ending:
+            self.on_settled(channel)
+
     def take_back(self, channel: ReplyChannel, held: list[base.ReplyChannel]) -> None:
         """Makes ``channel``, whose owner has left, available to others, or closes it if it was abandoned."""
         channel.in_hand = False  # before another thread can own it
-        if self.ending:
-            self.on_settled(channel)
+        self.settle(channel)
         channel.spins = True
         with self._lock:
             if self._closed or channel.abandoned:
