@@ -14,6 +14,7 @@ import os
 import secrets
 import socket as sockets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
@@ -44,7 +45,7 @@ from zmqgrad.transport.heartbeat.protocol import (
     prove,
     write,
 )
-from zmqgrad.transport.heartbeat.server import HeartbeatListener, HeartbeatServer
+from zmqgrad.transport.heartbeat.server import HeartbeatListener
 from zmqgrad.transport.local import unix_name
 from zmqgrad.transport.tap import OnHeartbeat
 
@@ -109,10 +110,9 @@ class HeartbeatMonitor:
         self._alarm = Alarm(self._do_due, service)
         self._ended: Promise[None] = Promise()
         self._closed = False
-        self._key = listener.key
-        self._server = HeartbeatServer(self._name, listener, service)
+        self._listener = listener
         in_forks(self, HeartbeatMonitor.close_sockets)
-        service.call_soon(self._server.start)
+        service.call_soon(partial(listener.start, self._name, service))
 
     def watch(self, peer: int, address: str) -> None:
         """Monitors ``peer`` at its heartbeat endpoint ``address``. No effect if it is monitored already."""
@@ -139,14 +139,14 @@ class HeartbeatMonitor:
 
     def _close(self) -> None:
         self._closed = True
-        self._server.close()
+        self._listener.stop()
         for watched in list(self._peers.values()):
             self._drop(watched)
         self._ended.set_result(None)
 
     def close_sockets(self) -> None:
         """Closes all sockets in this process (in a fork: its copies)."""
-        self._server.close_sockets()
+        self._listener.close()
         for watched in self._peers.values():
             if watched.socket is not None:
                 watched.socket.close()
@@ -284,9 +284,9 @@ class HeartbeatMonitor:
         greeting, proof = received[:size], received[size : size + PROOF_SIZE]
         if len(greeting) == size and not watched.nonce:
             watched.nonce = secrets.token_bytes(NONCE_SIZE)
-            write(watched.socket, watched.nonce + prove(self._key, OF_PEER, greeting, watched.nonce))
+            write(watched.socket, watched.nonce + prove(self._listener.key, OF_PEER, greeting, watched.nonce))
         if len(proof) == PROOF_SIZE:
-            expected = prove(self._key, OF_LISTENER, greeting, watched.nonce)
+            expected = prove(self._listener.key, OF_LISTENER, greeting, watched.nonce)
             watched.authenticated = hmac.compare_digest(proof, expected)
         wrong = len(proof) == PROOF_SIZE and not watched.authenticated
         if wrong or (watched.token and not watched.token.startswith(greeting[:TOKEN_SIZE])):

@@ -50,7 +50,9 @@ MAX_HANDSHAKES = 256
 
 
 class HeartbeatListener:
-    """The listening sockets for heartbeats. Created with the mailbox, as its address is published.
+    """Accepts the connections of peers, and returns their pings, in the service thread.
+
+    Created with the mailbox, as its address is published.
 
     Args:
         ipc_endpoint, tcp_host, advertised: of the mailbox.
@@ -67,6 +69,9 @@ class HeartbeatListener:
         self.token = secrets.token_bytes(TOKEN_SIZE)
         self.sockets: list[sockets.socket] = []
         self.endpoint: str | None = None
+        self._peers: dict[sockets.socket, None] = {}  # oldest first
+        self._handshaking: dict[sockets.socket, tuple[bytes, bytes]] = {}  # what was sent, and received
+        self._closed = False
         try:
             if ipc_endpoint is not None:
                 self._listen(sockets.AF_UNIX, unix_name(ipc_endpoint + SUFFIX))
@@ -93,32 +98,16 @@ class HeartbeatListener:
         self.sockets.append(listening)
         return listening
 
-    def close(self) -> None:
-        """Closes the listening sockets. Idempotent."""
-        for listening in self.sockets:
-            listening.close()
-
-
-class HeartbeatServer:
-    """Accepts the connections of peers at ``listener``, and returns their pings, in the service thread."""
-
-    def __init__(self, name: str, listener: HeartbeatListener, service: ServiceThread) -> None:
-        self._name = name
-        self._listener = listener
-        self._service = service
-        self._peers: dict[sockets.socket, None] = {}  # oldest first
-        self._handshaking: dict[sockets.socket, tuple[bytes, bytes]] = {}  # what was sent, and received
+    def start(self, name: str, service: ServiceThread) -> None:
+        """Starts to accept connections in the thread of ``service``, which calls this."""
+        self._name, self._service = name, service
         self._most = _max_peers()
         self._strangers = Strangers(min(MAX_HANDSHAKES, max(1, self._most // 2)), service.call_later)
         self._refusals = RepeatLog(logger, name)
-        self._closed = False
+        for listening in self.sockets:
+            self._watch(listening)
 
-    def start(self) -> None:
-        """Starts to accept connections."""
-        for listening in self._listener.sockets:
-            self._listen(listening)
-
-    def _listen(self, listening: sockets.socket) -> None:
+    def _watch(self, listening: sockets.socket) -> None:
         if not self._closed:
             self._service.watch(listening.fileno(), READ, lambda _: self._accept(listening))
 
@@ -130,13 +119,13 @@ class HeartbeatServer:
         except OSError as e:  # the process has no more file descriptors: peers must wait
             logger.warning("%s cannot accept: %s", self._name, e)
             self._service.unwatch(listening.fileno())
-            self._service.call_later(PAUSE_SECONDS, partial(self._listen, listening))
+            self._service.call_later(PAUSE_SECONDS, partial(self._watch, listening))
             return
         if peer.family == sockets.AF_UNIX and not is_same_user(peer):
             peer.close()
             return
         peer.setblocking(False)
-        greeting = self._listener.token + secrets.token_bytes(CHALLENGE_SIZE)
+        greeting = self.token + secrets.token_bytes(CHALLENGE_SIZE)
         self._handshaking[peer] = greeting, b""
         self._service.watch(peer.fileno(), READ, lambda _: self._read(peer))
         write(peer, greeting)
@@ -169,8 +158,7 @@ class HeartbeatServer:
         if len(received) < NONCE_SIZE + PROOF_SIZE:
             return
         nonce, proof = received[:NONCE_SIZE], received[NONCE_SIZE:]
-        key = self._listener.key
-        if not hmac.compare_digest(proof, prove(key, OF_PEER, greeting, nonce)):
+        if not hmac.compare_digest(proof, prove(self.key, OF_PEER, greeting, nonce)):
             self._refusals.warning(f"{self._name} refused a process that does not know the key of this job")
             self._disconnect(peer)
             return
@@ -181,7 +169,7 @@ class HeartbeatServer:
         if len(self._peers) >= self._most:
             self._disconnect(next(iter(self._peers)))
         self._peers[peer] = None
-        write(peer, prove(key, OF_LISTENER, greeting, nonce))
+        write(peer, prove(self.key, OF_LISTENER, greeting, nonce))
 
     def _disconnect(self, peer: sockets.socket) -> None:
         self._service.unwatch(peer.fileno())
@@ -190,20 +178,19 @@ class HeartbeatServer:
             self._strangers.remove(peer)
         peer.close()
 
-    def close(self) -> None:
-        """Closes all connections and listening sockets. Idempotent."""
+    def stop(self) -> None:
+        """Closes all sockets, after :meth:`start`. In the service thread."""
         self._closed = True
-        for open_socket in (*self._listener.sockets, *self._peers, *self._handshaking):
+        for open_socket in (*self.sockets, *self._peers, *self._handshaking):
             self._service.unwatch(open_socket.fileno())
         for peer in self._handshaking:
             self._strangers.remove(peer)
-        self.close_sockets()
+        self.close()
 
-    def close_sockets(self) -> None:
-        """Closes all sockets in this process (in a fork: its copies)."""
-        self._listener.close()
-        for peer in (*self._peers, *self._handshaking):
-            peer.close()
+    def close(self) -> None:
+        """Closes all sockets in this process, before :meth:`start` or in a fork. Idempotent."""
+        for open_socket in (*self.sockets, *self._peers, *self._handshaking):
+            open_socket.close()
 
 
 def _max_peers() -> int:
