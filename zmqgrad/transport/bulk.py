@@ -303,9 +303,9 @@ class BufferPool:
         size = len(frame)
         if size < MIN_POOLED_BYTES:
             return bytes(frame)
-        array = self.take(size)
-        memoryview(array).cast("B")[:] = frame
-        return memoryview(array).cast("B")
+        copied = self.empty(size)
+        copied[:] = frame
+        return copied
 
     def empty(self, size: int) -> memoryview:
         """Returns writable memory of ``size`` bytes."""

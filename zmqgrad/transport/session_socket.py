@@ -183,11 +183,11 @@ class SessionSocket:
                 self._endpoint,
                 len(self.outgoing),
             )
-        if self._connected and now - self._opened_at >= STABLE_SECONDS:
-            self._close_socket()
+        was_stable = self._connected and now - self._opened_at >= STABLE_SECONDS
+        self._close_socket()
+        if was_stable:
             self._try_to_open(now)
         else:
-            self._close_socket()
             self._reopen_at = now + self._backoff
             self._backoff = min(2 * self._backoff, MAX_BACKOFF_SECONDS)
 
