@@ -220,7 +220,9 @@ def test_a_peer_that_ends_is_lost(kind: str) -> None:
         a.start(lambda inbound: None, lambda peer: PeerAddress(endpoints, b.incarnation), None, heard.on_end)
         b.start(
             lambda inbound: arrived.set(),
-            lambda peer: PeerAddress(a.endpoints, a.incarnation),
+            lambda peer: PeerAddress(
+                [e for e in a.endpoints if e.startswith((kind, "heartbeat"))], a.incarnation
+            ),
             None,
             heard.on_end,
         )
