@@ -378,10 +378,10 @@ class ZmqMailbox(Mailbox):
             envelope = (message.TYPE, self.worker_id, self.incarnation, message_id, channel, 0, 0, 0)
             self.tap(True, peer, envelope, message, sent[0], began or monotonic_ns(), sent[1])
 
-    def notify(self, peer: int, message: Message) -> None:
+    def notify(self, peer: int, message: Message, message_id: int = 0) -> None:
         """Sends a control message, if the peer can be reached."""
         try:
-            self.send(peer, message, 0)
+            self.send(peer, message, message_id)
         except ZmqgradError as e:
             logger.debug("%s cannot send worker %d %s: %s", self._name, peer, message, e)
 
@@ -492,17 +492,17 @@ class ZmqMailbox(Mailbox):
         """As ``Mailbox``."""
         if not self._links.close():
             return
+        self._sessions.close()
         self._plane.send_window.close()
-        deadline, waits = Deadline.after(GOODBYE_LINGER_MS / 1000), goodbye and self._may_wait()
-        if waits:  # what went by other connections must not be overtaken
-            _wait_until(self._bulk_has_arrived, deadline)
-        self._sessions.close()  # a reconnect would lose what comes last
         if goodbye:
+            deadline, waits = Deadline.after(GOODBYE_LINGER_MS / 1000), self._may_wait()
+            if waits:  # what went by other connections must not be overtaken
+                _wait_until(self._bulk_has_arrived, deadline)
             for link in self._links.all():
                 if link.peer != self.worker_id and not link.ended:
                     self._say_goodbye(link, goodbye)
-        if waits:
-            _wait_until(self._links.have_left, deadline)
+            if waits:
+                _wait_until(self._links.have_left, deadline)
         for link in self._links.all():
             self._links.shut(link, GOODBYE_LINGER_MS if goodbye else 0)
         self._sealed.close(GOODBYE_LINGER_MS if goodbye else 0)

@@ -7,6 +7,7 @@ and handles timeouts. The timer is armed for the earliest of them only.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,6 @@ class Sessions:
     """Polls the connections."""
     alarm: Alarm
     """Set to the earliest timeout."""
-    acknowledge_channels: Callable[[float], float]
-    """Sends the acknowledgements of channels that are due by a time. Returns when the next one is due."""
 
     def __init__(self, name: str, incarnation: int, ack: bytes, acknowledge: Callable[[Link], None]) -> None:
         self.misdirected = 0
@@ -103,7 +102,7 @@ class Sessions:
         if self._closed:
             return
         now = MONOTONIC.now()
-        due = self.acknowledge_channels(now)
+        due = math.inf
         for link in self.links():
             for incoming in list(link.incoming.values()):
                 if incoming.due <= now:

@@ -35,7 +35,7 @@ from zmqgrad.transport.sockets import connection_fd, set_up, use_io_thread
 from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Chunk, Message
+from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Chunk
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ChannelReceiver:
         pass_on: called with the frames of each message that is no chunk.
         reassembler: of the mailbox.
         reply: sends a message to a peer over CURVE; does not raise because of the peer.
-        sessions: of the mailbox; has acknowledgements sent.
+        sessions: of the mailbox: their name and incarnation.
         end: ends the link to a peer, for a reason.
     """
 
@@ -84,7 +84,7 @@ class ChannelReceiver:
         zap: ZapAuthenticator | None,
         pass_on: Callable[[bytes, Sequence[Buffer]], None],
         reassembler: Reassembler,
-        reply: Callable[[int, Message], None],
+        reply: Callable[..., None],
         sessions: Sessions,
         end: Callable[[int, str], None],
     ) -> None:
@@ -98,13 +98,13 @@ class ChannelReceiver:
         self._end_link = end
         self._lock = threading.Lock()  # guards _channels and _port
         self._channels: dict[int, _Channel] = {}
-        sessions.acknowledge_channels = self.acknowledge
         self._port = 0
         self._token = b"" if zap is None else secrets.token_hex(16).encode()
         self._reader: Reader | None = None
         # Used by its thread:
         self._router: zmq.Socket[bytes]
         self._listener: TcpListener
+        self._acknowledges_at = math.inf
         self.refused = 0
         self.keys_dropped = 0
         self.bytes_in = 0
@@ -132,7 +132,7 @@ class ChannelReceiver:
                 for number in own[:-MAX_CHANNELS_PER_PEER]:
                     del self._channels[number]
         ready = BulkReady(message.channel, 0 if why else self._port, b"" if why else self._token, why)
-        self._reply(source.source, ready)
+        self._reply(source.source, ready, source.message_id)
 
     def _start(self) -> str:
         """Binds the ROUTER, and starts to read it. Returns why that is not possible."""
@@ -198,7 +198,7 @@ class ChannelReceiver:
             if channel.heard != identity:
                 channel.heard = identity
                 self._listener.hear(connection_fd(head_frame))  # a record that came by it was opened
-            self._sessions.alarm.set(channel.incoming.due)
+            self._acknowledge_at(channel.incoming.due)
         except ProtocolError as e:
             self._refuse(e)
             if channel is not None and channel.cipher.is_forged:
@@ -262,14 +262,28 @@ class ChannelReceiver:
         )
         self._end_link(channel.peer, "too many of its sealed records were forged on their way")
 
-    def acknowledge(self, now: float) -> float:
-        """As :attr:`Sessions.acknowledge_channels`. In the service thread."""
-        due = math.inf
+    def _acknowledge_at(self, due: float) -> None:
+        if due <= MONOTONIC.now():
+            self._acknowledge()
+        elif due < self._acknowledges_at:
+            assert self._reader is not None
+            self._acknowledges_at = due
+            self._reader.call_at(due, self._on_time)
+
+    def _on_time(self) -> None:
+        self._acknowledges_at = math.inf  # here alone: else timers that each set the next one were ever more
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Sends the acknowledgements that are due."""
+        now, due = MONOTONIC.now(), math.inf
         for channel in list(self._channels.values()):
             if channel.incoming.due <= now:
-                self._reply(channel.peer, BulkAck(channel.number, channel.incoming.acknowledgement()))
+                sequence = channel.incoming.acknowledgement()
+                self._reply(channel.peer, BulkAck(channel.number, sequence), 0)
             due = min(due, channel.incoming.due)
-        return due
+        if due < math.inf:
+            self._acknowledge_at(due)
 
     # ---- closing ---------------------------------------------------------------------------------------
 

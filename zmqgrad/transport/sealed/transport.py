@@ -29,7 +29,7 @@ from zmqgrad.transport.security import ZapAuthenticator, password_client
 from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.sockets import send_all, set_up, use_io_thread
-from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Message, MessageType
+from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class SealedTransport:
         zap: ZapAuthenticator | None,
         sessions: Sessions,
         reassembler: Reassembler,
-        notify: Callable[[int, Message], None],
+        notify: Callable[..., None],
         pass_on: Callable[[bytes, Sequence[Buffer]], None],
         endpoint: Callable[[int], str],
         may_wait: Callable[[], bool],
