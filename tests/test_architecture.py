@@ -161,6 +161,14 @@ def test_an_import_leaves_torch_unloaded(module: str) -> None:
     assert run_python(code, module).strip() == "False"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["zmqgrad.cli.run", "zmqgrad.elastic.launching"])
+def test_an_agent_starts_without_a_store(module: str) -> None:
+    """The workers of a single host start that much sooner, and its agent needs no store."""
+    code = "import importlib, sys; importlib.import_module(sys.argv[1]); print(*sys.modules)"
+    assert "zmqgrad.store" not in run_python(code, module).split()
+
+
 def test_every_module_has_a_docstring() -> None:
     assert [name for name, tree in TREES.items() if not (ast.get_docstring(tree) or "").strip()] == []
 

@@ -9,7 +9,6 @@ from urllib.parse import quote, urlencode
 from zmqgrad import environment
 from zmqgrad.elastic.agent.ranks import Placement
 from zmqgrad.elastic.launch_config import LaunchConfig
-from zmqgrad.store.etcd.cluster import SETTINGS
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -42,6 +41,8 @@ def common_variables(inherited: Mapping[str, str], config: LaunchConfig) -> dict
 
 
 def _store_url(config: LaunchConfig) -> str:
+    from zmqgrad.store.etcd.cluster import SETTINGS  # loads the store, which a single node does not need
+
     settings = {name: value for name, value in config.rdzv_configs.items() if name in SETTINGS}
     query = f"?{urlencode(settings)}" if settings else ""
     return f"etcd://{config.rdzv_endpoint}/{quote(config.run_id or 'none', safe='')}/{ROUND_HERE}{query}"
