@@ -12,9 +12,9 @@ from tests.support.waiting import eventually
 from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
 from tests.trace.test_waits import MS, finish, served, stack, waits_for, workers
 from zmqgrad.__main__ import main
-from zmqgrad.trace import Job, launch_environment
+from zmqgrad.trace import Job, events, launch_environment
 from zmqgrad.trace.cycles import find_cycles
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.findings import find
 from zmqgrad.trace.labels import ends
 from zmqgrad.trace.stats import statistics
@@ -29,7 +29,7 @@ def live(directory: Path) -> Job:
 
 def stopped(*writers: Writer, at: int) -> None:
     for each in writers:
-        each.rows.append((Tag.ACTOR_STOPPED, at, 1))
+        each.rows.append((tag_of(events.ActorStopped), at, 1))
 
 
 def test_a_live_job_is_read_up_to_what_all_processes_have_written(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_calls_on_their_way_in_a_live_job_are_no_finding(tmp_path: Path) -> None
     a, b = workers(tmp_path, 2)
     for number in range(1, 15):
         call(a, b, number, 9 * SECOND, reply=False)
-    a.add(Tag.RENDEZVOUS, 10 * SECOND, 1, "later", 0, 0)
-    b.add(Tag.RENDEZVOUS, 10 * SECOND, 1, "later", 0, 0)
+    a.add(events.RendezvousStep, 10 * SECOND, 1, "later", 0, 0)
+    b.add(events.RendezvousStep, 10 * SECOND, 1, "later", 0, 0)
     finish(a, b)
     assert find(live(tmp_path)) == []
     assert [f.title for f in find(Job(tmp_path))] == ["14 calls without a reply"]
@@ -84,9 +84,9 @@ def test_a_wait_whose_reply_may_have_come_after_the_end_of_its_log_is_neither_op
     a, b = workers(tmp_path, 2)
     waits_for(a, b, 1, SECOND)
     waits_for(b, a, 2, SECOND)
-    a.add(Tag.RENDEZVOUS, 6 * SECOND, 1, "later", 0, 0)  # then the log of a was cut
+    a.add(events.RendezvousStep, 6 * SECOND, 1, "later", 0, 0)  # then the log of a was cut
     b.message(True, 7 * SECOND, RESULT, 0, 1)
-    b.add(Tag.RENDEZVOUS, 20 * SECOND, 1, "later", 0, 0)
+    b.add(events.RendezvousStep, 20 * SECOND, 1, "later", 0, 0)
     finish(a, b)
     waits = find_waits(Job(tmp_path))
     assert [w.message_id for w in waits.open] == [2]
@@ -107,9 +107,9 @@ def test_a_cut_log_is_a_finding_and_nothing_after_its_end_is_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = workers(tmp_path, 2)
-    b.add(Tag.SEND_RECORDED, SECOND, 5, 50, 0, 7, True)  # its gradient came after the cut
-    a.add(Tag.PASS_STARTED, 2 * SECOND, 5, 9)
-    a.add(Tag.PASS_FINISHED, 3 * SECOND, 5, 9, False)
+    b.add(events.SendRecorded, SECOND, 5, 50, 0, 7, True)  # its gradient came after the cut
+    a.add(events.PassStarted, 2 * SECOND, 5, 9)
+    a.add(events.PassFinished, 3 * SECOND, 5, 9, False)
     for number in range(1, 4):
         a.message(True, 4 * SECOND, CALL, 1, number, 1)
         a.message(False, 4 * SECOND + MS, RESULT, 1, number)
@@ -150,7 +150,7 @@ def test_functions_that_fail_often_are_a_finding(tmp_path: Path, failures: int, 
     a, b = workers(tmp_path, 2)
     for i in range(10):
         served(a, b, i + 1, SECOND + i * 10 * MS, MS)
-    for row in [r for r in b.rows if r[0] is Tag.REQUEST_FINISHED][:failures]:
+    for row in [r for r in b.rows if r[0] == tag_of(events.RequestFinished)][:failures]:
         b.rows[b.rows.index(row)] = (*row[:-1], True)
     finish(a, b)
     titles = [f.title for f in find(Job(tmp_path)) if f.kind == "failing calls"]

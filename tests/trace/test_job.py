@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from zmqgrad.errors import TraceError
-from zmqgrad.trace import Job, log
-from zmqgrad.trace.events import ProcessInfo, Role, Tag
+from zmqgrad.trace import Job, events, log
+from zmqgrad.trace.events import tag_of
 from zmqgrad.wire.messages import MessageType
 
 CALL, RESULT = int(MessageType.CALL), int(MessageType.RESULT)
@@ -32,24 +32,36 @@ class Writer:
     ) -> None:
         self.rank, self.skew = rank, skew
         self.incarnation = incarnation or 1000 + rank
-        info = ProcessInfo(f"h{rank}", 100 + rank, wall + skew, skew, clock, program="train.py")
+        info = events.ProcessInfo(f"h{rank}", 100 + rank, wall + skew, skew, clock, program="train.py")
         self.path = directory / f"w{rank}-{self.incarnation}.zgtrace"
         self.path.write_bytes(log.header(info))
         self.rows: list[tuple[object, ...]] = [
-            (Tag.ACTOR_STARTED, skew, 1, Role.WORKER, f"w{rank}", rank, self.incarnation, job, ""),
-            (Tag.THREAD, skew, 1, "main", 7),
-            (Tag.NAME, skew, 1, "m:f"),
+            (
+                tag_of(events.ActorStarted),
+                skew,
+                1,
+                events.Role.WORKER,
+                f"w{rank}",
+                rank,
+                self.incarnation,
+                job,
+                "",
+            ),
+            (tag_of(events.ThreadDeclared), skew, 1, "main", 7),
+            (tag_of(events.NameDeclared), skew, 1, "m:f"),
         ]
 
     def knows(self, *others: Writer) -> None:
         for other in others:
-            self.rows.append((Tag.PEER, self.skew, 1, other.rank, other.incarnation))
+            self.rows.append((tag_of(events.PeerDeclared), self.skew, 1, other.rank, other.incarnation))
 
-    def add(self, tag: Tag, time: int, *values: object) -> None:
-        self.rows.append((tag, time + self.skew, 1, 1, *values))
+    def add(self, kind: type[events.Event], time: int, *values: object) -> None:
+        self.rows.append((tag_of(kind), time + self.skew, 1, 1, *values))
 
     def message(self, out: bool, time: int, kind: int, peer: int, number: int, name: int = 0) -> None:
-        self.add(Tag.MESSAGE_SENT if out else Tag.MESSAGE_RECEIVED, time, kind, peer, number, 0, name, 100, 0)
+        self.add(
+            events.MessageSent if out else events.MessageReceived, time, kind, peer, number, 0, name, 100, 0
+        )
 
     def write(self) -> None:
         with self.path.open("ab") as file:
@@ -62,10 +74,10 @@ def call(a: Writer, b: Writer, number: int, at: int, reply: bool = True) -> None
     us = 1000
     a.message(True, at, CALL, b.rank, number, 1)
     b.message(False, at + 10 * us, CALL, a.rank, number, 1)
-    b.add(Tag.REQUEST_STARTED, at + 15 * us, a.rank, number)
+    b.add(events.RequestStarted, at + 15 * us, a.rank, number)
     if reply:
         b.message(True, at + 35 * us, RESULT, a.rank, number)
-        b.add(Tag.REQUEST_FINISHED, at + 36 * us, a.rank, number, False)
+        b.add(events.RequestFinished, at + 36 * us, a.rank, number, False)
         a.message(False, at + 45 * us, RESULT, b.rank, number)
 
 
@@ -200,7 +212,10 @@ def test_a_part_that_has_nothing_is_an_error(tmp_path: Path, part: dict[str, flo
 
 def test_a_wall_clock_that_is_set_is_noted_and_changes_no_time(tmp_path: Path) -> None:
     a, _ = two(tmp_path, 2, skew=0, clock="boot")
-    a.rows += [(Tag.CLOCK_SAMPLE, 1, 50 * SECOND), (Tag.CLOCK_SAMPLE, SECOND, 3600 * SECOND)]
+    a.rows += [
+        (tag_of(events.ClockSample), 1, 50 * SECOND),
+        (tag_of(events.ClockSample), SECOND, 3600 * SECOND),
+    ]
     a.write()
     job = Job(tmp_path)
     assert [p.jumps for p in job.processes if p.path == a.path] == [[SECOND]]

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from zmqgrad.errors import TraceError
 from zmqgrad.trace import events, log
-from zmqgrad.trace.events import MessageSent, NameDeclared, ProcessInfo, RequestFinished, Tag
+from zmqgrad.trace.events import ActorStopped, MessageSent, NameDeclared, ProcessInfo, RequestFinished, tag_of
 
 INFO = ProcessInfo("host", 42, 1_700_000_000_000_000_000, 5_000_000_000, "clock", "job")
 EVENTS = [
@@ -33,14 +33,14 @@ def test_events_come_back_in_order(tmp_path: Path) -> None:
 
 
 def test_a_tuple_that_begins_with_the_tag_is_read_as_the_struct(tmp_path: Path) -> None:
-    row = (Tag.MESSAGE_SENT, 2, 1, 1, 0x102, 3, 1 << 48, 0, 7, 100, 0)
+    row = (tag_of(MessageSent), 2, 1, 1, 0x102, 3, 1 << 48, 0, 7, 100, 0)
     with log.LogReader(write(tmp_path / "a.zgtrace", [row])) as reader:
         assert list(reader) == [EVENTS[1]]
 
 
-def test_every_event_has_the_tag_of_its_name() -> None:
+def test_tags_of_events_have_no_gaps() -> None:
     tags = {cls.__struct_config__.tag for cls in events.decoded().__args__}
-    assert tags == set(Tag) == set(range(1, len(Tag) + 1)), "without gaps"
+    assert tags == set(range(1, len(tags) + 1))
 
 
 @given(cut=st.integers(min_value=0, max_value=10_000))
@@ -82,10 +82,10 @@ def test_a_reader_follows_a_growing_log(tmp_path: Path) -> None:
         (log.header(INFO) + b"\0\0\0\0", "damaged at byte .*: an empty record"),
         (log.header(INFO) + b"\0\0\0\x02\x91\x05", "damaged at byte"),
         (log.header(INFO) + log.record([(99, 1)]), "damaged at byte"),
-        (log.header(INFO) + log.record([(Tag.ACTOR_STOPPED, -1 << 62, 1)]), "damaged at byte"),
-        (log.header(INFO) + log.record([(Tag.ACTOR_STOPPED, 1 << 62, 1)]), "damaged at byte"),
-        (log.header(INFO) + log.record([(Tag.MESSAGE_SENT, 2, 1, 1, -2, 3, 4)]), "damaged at byte"),
-        (log.header(INFO) + log.record([(Tag.MESSAGE_SENT, 2, 1, 1, 2, 3, -4)]), "damaged at byte"),
+        (log.header(INFO) + log.record([(tag_of(ActorStopped), -1 << 62, 1)]), "damaged at byte"),
+        (log.header(INFO) + log.record([(tag_of(ActorStopped), 1 << 62, 1)]), "damaged at byte"),
+        (log.header(INFO) + log.record([(tag_of(MessageSent), 2, 1, 1, -2, 3, 4)]), "damaged at byte"),
+        (log.header(INFO) + log.record([(tag_of(MessageSent), 2, 1, 1, 2, 3, -4)]), "damaged at byte"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:

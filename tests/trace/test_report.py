@@ -18,8 +18,8 @@ from tests.trace.test_job import SECOND, Writer, call, two
 from zmqgrad.__main__ import main
 from zmqgrad.cli.trace_output import output_file
 from zmqgrad.errors import TraceError
-from zmqgrad.trace import Job
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace import Job, events
+from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.report import data, render
 from zmqgrad.trace.report.data import Report
@@ -65,9 +65,9 @@ def served_call(a: Writer, b: Writer, number: int, at: int, run: int) -> None:
     kinds = int(MessageType.CALL), int(MessageType.RESULT)
     a.message(True, at, kinds[0], b.rank, number, 1)
     b.message(False, at + 1000, kinds[0], a.rank, number, 1)
-    b.add(Tag.REQUEST_STARTED, at + 2000, a.rank, number)
+    b.add(events.RequestStarted, at + 2000, a.rank, number)
     b.message(True, at + 2000 + run, kinds[1], a.rank, number)
-    b.add(Tag.REQUEST_FINISHED, at + 3000 + run, a.rank, number, False)
+    b.add(events.RequestFinished, at + 3000 + run, a.rank, number, False)
     a.message(False, at + 4000 + run, kinds[1], b.rank, number)
 
 
@@ -108,8 +108,8 @@ def test_a_straggler_and_a_hot_worker_are_named(tmp_path: Path) -> None:
         for number, (server, run) in enumerate(((b, 1 * MS), (c, 1 * MS), (d, 5 * MS))):
             served_call(a, server, 1000 * number + i + 1, i * 20 * MS, run)
     for each in (a, b, c, d):
-        each.add(Tag.ACTOR_STOPPED, 3 * SECOND)
-        each.rows[-1] = (Tag.ACTOR_STOPPED, 3 * SECOND, 1)
+        each.add(events.ActorStopped, 3 * SECOND)
+        each.rows[-1] = (tag_of(events.ActorStopped), 3 * SECOND, 1)
         each.write()
     found = titles(tmp_path)
     assert "warning: Straggler: w3" in found
@@ -127,9 +127,9 @@ def test_workers_that_wait_for_each_other_are_a_deadlock(tmp_path: Path) -> None
         kind = int(MessageType.CALL)
         x.message(True, MS, kind, y.rank, 7, 1)
         y.message(False, 2 * MS, kind, x.rank, 7, 1)
-        x.add(Tag.WAIT_BEGUN, MS, y.rank, 7)
-        y.add(Tag.REQUEST_STARTED, 3 * MS, x.rank, 7)
-        y.add(Tag.CONTEXT_CREATED, 2 * SECOND, 1)
+        x.add(events.WaitBegun, MS, y.rank, 7)
+        y.add(events.RequestStarted, 3 * MS, x.rank, 7)
+        y.add(events.ContextCreated, 2 * SECOND, 1)
     a.write()
     b.write()
     report = Report(Job(tmp_path))
@@ -144,14 +144,14 @@ def test_sends_that_no_backward_pass_reaches_are_named(tmp_path: Path) -> None:
     a, b = workers(tmp_path, 2)
     for number in (1, 2):
         request = (int(MessageType.FORWARD_AUTOGRAD_REQ), 1, number, 77, 1, 100, 0)
-        a.add(Tag.MESSAGE_SENT, number * MS, *request)
-        a.add(Tag.SEND_RECORDED, number * MS, 77, 100 + number, 1, number, False)
-    a.add(Tag.PASS_STARTED, 5 * MS, 77, 9)
-    a.add(Tag.GROUP_EXECUTED, 6 * MS, 77, 9, 1000, (101,), ())
+        a.add(events.MessageSent, number * MS, *request)
+        a.add(events.SendRecorded, number * MS, 77, 100 + number, 1, number, False)
+    a.add(events.PassStarted, 5 * MS, 77, 9)
+    a.add(events.GroupExecuted, 6 * MS, 77, 9, 1000, (101,), ())
     a.write()
     b.write()
     assert not any("gradient" in t for t in titles(tmp_path)), "the pass has not ended"
-    a.add(Tag.PASS_FINISHED, 7 * MS, 77, 9, False)
+    a.add(events.PassFinished, 7 * MS, 77, 9, False)
     a.write()
     report = Report(Job(tmp_path))
     unused = next(f for f in report.findings if "gradient" in f.title)

@@ -14,8 +14,8 @@ import pytest
 
 from tests.trace.test_job import CALL, Writer
 from tests.trace.test_report import MS, served_call, workers
-from zmqgrad.trace import Job
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace import Job, events
+from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.report import render
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -31,12 +31,12 @@ EVIL = "m:<img src=x onerror=alert(1)>"
 def record(directory: Path) -> None:
     """Calls of three workers in turn, one of them slow; each has an autograd send."""
     a, b, c = found = workers(directory, 3)
-    a.rows.append((Tag.NAME, 0, 2, EVIL))
+    a.rows.append((tag_of(events.NameDeclared), 0, 2, EVIL))
     for i in range(CALLS):
         served_call(a, (b, c)[i % 2], i + 1, MS + i * 100_000, 30_000)
     _slow(a, b)
     for each in found:
-        each.rows.append((Tag.ACTOR_STOPPED, 400 * MS, 1))
+        each.rows.append((tag_of(events.ActorStopped), 400 * MS, 1))
         each.write()
 
 
@@ -47,19 +47,27 @@ def _slow(a: Writer, b: Writer) -> None:
         (*r[:8], 2, *r[9:]) if i >= name and r[6] == CALLS + 1 and r[0] == 6 else r
         for i, r in enumerate(a.rows)
     ]
-    a.add(Tag.SEND_RECORDED, 350 * MS, 5, 11, 1, CALLS + 1, False)
-    a.add(Tag.PASS_STARTED, 375 * MS, 5, 3)
-    a.add(Tag.GROUP_EXECUTED, 376 * MS, 5, 3, 1000, (), ((12, 1),))
-    b.add(Tag.GROUP_EXECUTED, 378 * MS, 5, 3, 1000, (12,), ())
-    a.add(Tag.PASS_FINISHED, 380 * MS, 5, 3, False)
-    a.add(Tag.WAIT_BEGUN, 351 * MS, 1, CALLS + 1)
+    a.add(events.SendRecorded, 350 * MS, 5, 11, 1, CALLS + 1, False)
+    a.add(events.PassStarted, 375 * MS, 5, 3)
+    a.add(events.GroupExecuted, 376 * MS, 5, 3, 1000, (), ((12, 1),))
+    b.add(events.GroupExecuted, 378 * MS, 5, 3, 1000, (12,), ())
+    a.add(events.PassFinished, 380 * MS, 5, 3, False)
+    a.add(events.WaitBegun, 351 * MS, 1, CALLS + 1)
     for worker, native_id, frame in ((a, 7, "waits_here"), (b, 7, "runs_here")):
-        worker.rows.append((Tag.STACK, 360 * MS, native_id, "main", f"  File 'x.py', line 1, in {frame}\n"))
-    a.rows.append((Tag.STACK, 390 * MS, 7, "main", "later"))
-    a.add(Tag.WAIT_ENDED, 371 * MS, 1, CALLS + 1, False)
-    a.add(Tag.PASS_STARTED, 385 * MS, 6, 99_999)  # a pass that times out
-    a.add(Tag.WAIT_BEGUN, 385 * MS, 0, 99_999)
-    a.add(Tag.WAIT_ENDED, 395 * MS, 0, 99_999, True)
+        worker.rows.append(
+            (
+                tag_of(events.StackDumped),
+                360 * MS,
+                native_id,
+                "main",
+                f"  File 'x.py', line 1, in {frame}\n",
+            )
+        )
+    a.rows.append((tag_of(events.StackDumped), 390 * MS, 7, "main", "later"))
+    a.add(events.WaitEnded, 371 * MS, 1, CALLS + 1, False)
+    a.add(events.PassStarted, 385 * MS, 6, 99_999)  # a pass that times out
+    a.add(events.WaitBegun, 385 * MS, 0, 99_999)
+    a.add(events.WaitEnded, 395 * MS, 0, 99_999, True)
 
 
 def open_browser(directory: str) -> Any:
@@ -275,8 +283,8 @@ def test_a_request_that_never_ends_reaches_the_end_and_an_empty_part_says_so(
     served_call(a, b, 1, MS, MS)
     a.message(True, 10 * MS, CALL, 1, 2, 1)
     b.message(False, 11 * MS, CALL, 0, 2, 1)
-    b.add(Tag.REQUEST_STARTED, 12 * MS, 0, 2)
-    a.add(Tag.RENDEZVOUS, 900 * MS, 1, "later", 0, 0)
+    b.add(events.RequestStarted, 12 * MS, 0, 2)
+    a.add(events.RendezvousStep, 900 * MS, 1, "later", 0, 0)
     for each in (a, b):
         each.write()
     page = tmp_path / "report.html"

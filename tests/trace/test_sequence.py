@@ -10,9 +10,9 @@ import pytest
 from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
 from zmqgrad.__main__ import main
 from zmqgrad.errors import TraceError
-from zmqgrad.trace import Job
+from zmqgrad.trace import Job, events
 from zmqgrad.trace.drawing import as_mermaid, as_text
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.sequence import Diagram, Step, call_diagram, context_diagram, round_diagram
 from zmqgrad.wire.ids import join_id
 from zmqgrad.wire.messages import MessageType
@@ -29,15 +29,15 @@ def nested(directory: Path) -> None:
         writer.knows(*(other for other in (a, b, c) if other is not writer))
     a.message(True, 1000, CALL, 1, 5, 1)
     b.message(False, 2000, CALL, 0, 5, 1)
-    b.add(Tag.REQUEST_STARTED, 3000, 0, 5)
+    b.add(events.RequestStarted, 3000, 0, 5)
     b.message(True, 4000, CALL, 2, 6, 1)
-    b.rows.append((Tag.MESSAGE_SENT, 4500, 2, 1, CALL, 2, 7, 0, 1, 10, 0))
+    b.rows.append((tag_of(events.MessageSent), 4500, 2, 1, CALL, 2, 7, 0, 1, 10, 0))
     c.message(False, 5000, CALL, 1, 6, 1)
     c.message(False, 5500, CALL, 1, 7, 1)
     c.message(True, 6000, RESULT, 1, 6)
     b.message(False, 7000, RESULT, 2, 6)
     b.message(True, 8000, RESULT, 0, 5)
-    b.add(Tag.REQUEST_FINISHED, 8500, 0, 5, False)
+    b.add(events.RequestFinished, 8500, 0, 5, False)
     a.message(False, 9000, RESULT, 1, 5)
     for writer in (a, b, c):
         writer.write()
@@ -94,12 +94,12 @@ def test_a_context_has_its_passes_and_groups(tmp_path: Path) -> None:
     a.knows(b)
     b.knows(a)
     backward = int(MessageType.BACKWARD_AUTOGRAD_REQ)
-    a.add(Tag.PASS_STARTED, 1, 40, 2)
-    a.add(Tag.MESSAGE_SENT, 2, backward, 1, 9, 40, 0, 50, 0)
-    b.add(Tag.MESSAGE_RECEIVED, 3, backward, 0, 9, 40, 0, 50, 0)
-    b.add(Tag.GROUP_EXECUTED, 4, 40, 2, 100, (7,), ((8, 0),))
-    a.add(Tag.PASS_FINISHED, 200, 40, 2, True)
-    a.add(Tag.PASS_STARTED, 300, 41, 3)
+    a.add(events.PassStarted, 1, 40, 2)
+    a.add(events.MessageSent, 2, backward, 1, 9, 40, 0, 50, 0)
+    b.add(events.MessageReceived, 3, backward, 0, 9, 40, 0, 50, 0)
+    b.add(events.GroupExecuted, 4, 40, 2, 100, (7,), ((8, 0),))
+    a.add(events.PassFinished, 200, 40, 2, True)
+    a.add(events.PassStarted, 300, 41, 3)
     a.write()
     b.write()
     diagram = context_diagram(Job(tmp_path), 40)
@@ -125,19 +125,19 @@ def backward(directory: Path, *, finished: bool = True) -> None:
     a.knows(b)
     b.knows(a)
     for worker in (a, b):
-        worker.add(Tag.CONTEXT_CREATED, SECOND, CONTEXT)
-    a.add(Tag.MESSAGE_SENT, SECOND, REQUEST, 1, 5, CONTEXT, 1, 100, 0)
-    a.add(Tag.SEND_RECORDED, SECOND, CONTEXT, USED, 1, 5, False)
-    a.add(Tag.MESSAGE_SENT, SECOND, REQUEST, 1, 6, CONTEXT, 0, 100, 0)
-    a.add(Tag.REQUEST_DESCRIBED, SECOND, 6, "<lambda>", "")
-    b.add(Tag.SEND_RECORDED, SECOND + MS, CONTEXT, RETURNED, 0, 5, True)
-    b.add(Tag.SEND_RECORDED, SECOND + 2 * MS, CONTEXT, UNUSED, 0, 6, True)
-    a.add(Tag.PASS_STARTED, 2 * SECOND, CONTEXT, PASS)
-    a.add(Tag.GROUP_EXECUTED, 2 * SECOND + MS, CONTEXT, PASS, MS, (), ((RETURNED, 1),))
-    b.add(Tag.GROUP_EXECUTED, 2 * SECOND + 3 * MS, CONTEXT, PASS, MS, (RETURNED,), ((USED, 0),))
-    a.add(Tag.GROUP_EXECUTED, 2 * SECOND + 5 * MS, CONTEXT, PASS, MS, (USED,), ())
+        worker.add(events.ContextCreated, SECOND, CONTEXT)
+    a.add(events.MessageSent, SECOND, REQUEST, 1, 5, CONTEXT, 1, 100, 0)
+    a.add(events.SendRecorded, SECOND, CONTEXT, USED, 1, 5, False)
+    a.add(events.MessageSent, SECOND, REQUEST, 1, 6, CONTEXT, 0, 100, 0)
+    a.add(events.RequestDescribed, SECOND, 6, "<lambda>", "")
+    b.add(events.SendRecorded, SECOND + MS, CONTEXT, RETURNED, 0, 5, True)
+    b.add(events.SendRecorded, SECOND + 2 * MS, CONTEXT, UNUSED, 0, 6, True)
+    a.add(events.PassStarted, 2 * SECOND, CONTEXT, PASS)
+    a.add(events.GroupExecuted, 2 * SECOND + MS, CONTEXT, PASS, MS, (), ((RETURNED, 1),))
+    b.add(events.GroupExecuted, 2 * SECOND + 3 * MS, CONTEXT, PASS, MS, (RETURNED,), ((USED, 0),))
+    a.add(events.GroupExecuted, 2 * SECOND + 5 * MS, CONTEXT, PASS, MS, (USED,), ())
     if finished:
-        a.add(Tag.PASS_FINISHED, 2 * SECOND + 7 * MS, CONTEXT, PASS, False)
+        a.add(events.PassFinished, 2 * SECOND + 7 * MS, CONTEXT, PASS, False)
     a.write()
     b.write()
 
@@ -201,8 +201,8 @@ def test_a_job_without_contexts_says_so(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_round_has_the_actions_of_its_nodes(tmp_path: Path) -> None:
     a = Writer(tmp_path, 0)
-    a.add(Tag.RENDEZVOUS, 5, 3, "ADD_TO_PARTICIPANTS", 2, 0)
-    a.add(Tag.RENDEZVOUS, 6, 4, "MARK_COMPLETE", 2, 0)
+    a.add(events.RendezvousStep, 5, 3, "ADD_TO_PARTICIPANTS", 2, 0)
+    a.add(events.RendezvousStep, 6, 4, "MARK_COMPLETE", 2, 0)
     a.write()
     diagram = round_diagram(Job(tmp_path), 3)
     assert [step.text for step in diagram.steps] == ["ADD_TO_PARTICIPANTS (2 participants, 0 waiting)"]

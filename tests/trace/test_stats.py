@@ -13,8 +13,8 @@ from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
 from zmqgrad.__main__ import main
 from zmqgrad.cli import trace_output
 from zmqgrad.cli.trace_output import table
-from zmqgrad.trace import Job
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace import Job, events
+from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.stats import statistics
 
 
@@ -42,11 +42,11 @@ def test_what_sending_costs_is_no_part_of_the_transfer(tmp_path: Path) -> None:
     a, b = Writer(tmp_path, 0, clock="boot"), Writer(tmp_path, 1, clock="boot")
     a.knows(b)
     b.knows(a)
-    a.add(Tag.SERIALIZED, 1_000, 1, 5, 300_000, False, ())
-    a.add(Tag.MESSAGE_SENT, SECOND, CALL, 1, 5, 0, 1, 1 << 20, 2, 900_000)
-    b.add(Tag.MESSAGE_RECEIVED, SECOND + 1_000_000, CALL, 0, 5, 0, 1, 1 << 20, 2)
-    b.add(Tag.MESSAGE_SENT, SECOND + 2_000_000, RESULT, 0, 5, 0, 0, 100, 0)
-    a.add(Tag.MESSAGE_RECEIVED, SECOND + 2_000_000, RESULT, 1, 5, 0, 0, 100, 0)
+    a.add(events.Serialized, 1_000, 1, 5, 300_000, False, ())
+    a.add(events.MessageSent, SECOND, CALL, 1, 5, 0, 1, 1 << 20, 2, 900_000)
+    b.add(events.MessageReceived, SECOND + 1_000_000, CALL, 0, 5, 0, 1, 1 << 20, 2)
+    b.add(events.MessageSent, SECOND + 2_000_000, RESULT, 0, 5, 0, 0, 100, 0)
+    a.add(events.MessageReceived, SECOND + 2_000_000, RESULT, 1, 5, 0, 0, 100, 0)
     a.write()
     b.write()
     (row,) = statistics(Job(tmp_path)).functions
@@ -57,8 +57,8 @@ def test_failures_and_missing_replies_are_counted(tmp_path: Path) -> None:
     a, b = two(tmp_path, 1, skew=0, clock="boot")
     call(a, b, 50, SECOND, reply=False)
     call(a, b, 51, 2 * SECOND)
-    b.rows[-1] = (Tag.REQUEST_FINISHED, 2 * SECOND + 36_000, 1, 1, a.rank, 51, True)
-    a.rows.append((Tag.DROPPED, 3 * SECOND, 7))
+    b.rows[-1] = (tag_of(events.RequestFinished), 2 * SECOND + 36_000, 1, 1, a.rank, 51, True)
+    a.rows.append((tag_of(events.Dropped), 3 * SECOND, 7))
     a.write()
     b.write()
     found = statistics(Job(tmp_path))
@@ -100,7 +100,7 @@ def test_tables_have_a_row_for_each_name(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_names_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = Writer(tmp_path, 0)
-    a.rows.append((Tag.NAME, 0, 2, "\x1b]0;owned\x07\x9b2J"))
+    a.rows.append((tag_of(events.NameDeclared), 0, 2, "\x1b]0;owned\x07\x9b2J"))
     a.message(True, 1, 0x102, 1, 1, 2)
     a.write()
     for options in [], ["--json"]:

@@ -17,7 +17,19 @@ from zmqgrad.__main__ import main
 from zmqgrad.errors import GroupError, TraceError
 from zmqgrad.testing import cluster
 from zmqgrad.trace import Job, record
-from zmqgrad.trace.events import GroupCalled, ProcessInfo, Role, Tag
+from zmqgrad.trace.events import (
+    ActorStarted,
+    ContextCreated,
+    GroupCalled,
+    GroupExecuted,
+    PassFinished,
+    PassStarted,
+    ProcessInfo,
+    Role,
+    WaitBegun,
+    WaitEnded,
+    tag_of,
+)
 from zmqgrad.trace.profiles import profile_events
 from zmqgrad.trace.timeline import Timeline
 
@@ -106,8 +118,8 @@ def _titled(event: Event, name: str) -> bool:
 def test_what_has_no_end_reaches_to_the_end_of_its_log(tmp_path: Path) -> None:
     a, b = two(tmp_path, 1, skew=0, clock="boot")
     call(a, b, 9, SECOND, reply=False)
-    a.add(Tag.WAIT_BEGUN, SECOND + 1000, 1, 9)
-    a.add(Tag.CONTEXT_CREATED, 2 * SECOND, 5)
+    a.add(WaitBegun, SECOND + 1000, 1, 9)
+    a.add(ContextCreated, 2 * SECOND, 5)
     a.write()
     b.write()
     events = timeline(tmp_path)
@@ -120,11 +132,11 @@ def test_what_has_no_end_reaches_to_the_end_of_its_log(tmp_path: Path) -> None:
 
 def test_backward_passes_contain_their_groups_and_waits(tmp_path: Path) -> None:
     a, _ = two(tmp_path, 1, skew=0, clock="boot")
-    a.add(Tag.PASS_STARTED, SECOND, 4, 7)
-    a.add(Tag.GROUP_EXECUTED, SECOND + 10, 4, 7, 5000, (), ((11, 1),))
-    a.add(Tag.WAIT_BEGUN, SECOND + 6000, 0, 7)
-    a.add(Tag.WAIT_ENDED, SECOND + 8000, 0, 7, False)
-    a.add(Tag.PASS_FINISHED, SECOND + 9000, 4, 7, True)
+    a.add(PassStarted, SECOND, 4, 7)
+    a.add(GroupExecuted, SECOND + 10, 4, 7, 5000, (), ((11, 1),))
+    a.add(WaitBegun, SECOND + 6000, 0, 7)
+    a.add(WaitEnded, SECOND + 8000, 0, 7, False)
+    a.add(PassFinished, SECOND + 9000, 4, 7, True)
     a.write()
     events = timeline(tmp_path)
     (whole,) = named(events, "X", "backward pass")
@@ -257,7 +269,7 @@ def test_a_process_without_workers_has_a_track(tmp_path: Path) -> None:
     from zmqgrad.trace import log
 
     path = tmp_path / "s.zgtrace"
-    rows = [(Tag.ACTOR_STARTED, 5, 1, Role.STORE_SERVER, "store", 0, 0, "", "tcp://h:1")]
+    rows = [(tag_of(ActorStarted), 5, 1, Role.STORE_SERVER, "store", 0, 0, "", "tcp://h:1")]
     path.write_bytes(log.header(ProcessInfo("h", 5, 50, 10, "boot")) + log.record(rows))
     assert [e["args"]["name"] for e in timeline(tmp_path) if e["name"] == "process_name"] == [
         "store server (pid 5, h)"
@@ -296,10 +308,10 @@ def test_a_group_call_is_one_thing_with_its_calls(tmp_path: Path) -> None:
 
 def test_a_wait_for_a_call_of_ones_own_is_none_for_a_backward_pass(tmp_path: Path) -> None:
     a, _ = two(tmp_path, 1, skew=0, clock="boot")
-    a.add(Tag.PASS_STARTED, SECOND, 4, 7)
-    a.add(Tag.WAIT_BEGUN, SECOND + 1000, 0, 9)
-    a.add(Tag.WAIT_ENDED, SECOND + 2000, 0, 9, False)
-    a.add(Tag.WAIT_BEGUN, SECOND + 6000, 0, 7)
+    a.add(PassStarted, SECOND, 4, 7)
+    a.add(WaitBegun, SECOND + 1000, 0, 9)
+    a.add(WaitEnded, SECOND + 2000, 0, 9, False)
+    a.add(WaitBegun, SECOND + 6000, 0, 7)
     a.write()
     waits = [e["name"] for e in timeline(tmp_path) if e.get("cat") == "wait"]
     assert waits == ["wait for w0", "wait for the backward pass"]

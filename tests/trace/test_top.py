@@ -16,7 +16,8 @@ import pytest
 from tests.trace.test_job import CALL, SECOND, call, two
 from zmqgrad.__main__ import main
 from zmqgrad.cli.trace_top import fitting
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace import events
+from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.follow import Follower
 from zmqgrad.trace.load import Load, Snapshot
 
@@ -66,15 +67,15 @@ def test_queues_running_requests_and_waits(tmp_path: Path) -> None:
     for i in range(3):
         a.message(True, start, CALL, 1, 10 + i, 1)
         b.message(False, start, CALL, 0, 10 + i, 1)
-    b.add(Tag.REQUEST_STARTED, start + 1000, 0, 10)
-    a.add(Tag.WAIT_BEGUN, start, 1, 10)
+    b.add(events.RequestStarted, start + 1000, 0, 10)
+    a.add(events.WaitBegun, start, 1, 10)
     a.write()
     b.write()
     snapshot = load_of(tmp_path).snapshot(SECOND)
     assert worker(snapshot, "w1") == (2, 1, SECOND, 0)
     assert worker(snapshot, "w0") == (0, 0, 0, 1)
-    b.add(Tag.REQUEST_FINISHED, start + 2000, 0, 10, False)
-    a.add(Tag.WAIT_ENDED, start + 3000, 1, 10, False)
+    b.add(events.RequestFinished, start + 2000, 0, 10, False)
+    a.add(events.WaitEnded, start + 3000, 1, 10, False)
     a.write()
     b.write()
     snapshot = load_of(tmp_path).snapshot(SECOND)
@@ -84,9 +85,9 @@ def test_queues_running_requests_and_waits(tmp_path: Path) -> None:
 
 def test_usage_drops_and_stopped_workers(tmp_path: Path) -> None:
     a, b = two(tmp_path, 2, clock="boot", skew=0)
-    a.rows.append((Tag.USAGE, SECOND, 1, 5, 2, 16, 1024, 4096))
-    a.rows.append((Tag.DROPPED, SECOND, 9))
-    b.rows.append((Tag.ACTOR_STOPPED, SECOND, 1))
+    a.rows.append((tag_of(events.Usage), SECOND, 1, 5, 2, 16, 1024, 4096))
+    a.rows.append((tag_of(events.Dropped), SECOND, 9))
+    b.rows.append((tag_of(events.ActorStopped), SECOND, 1))
     a.write()
     b.write()
     (only,) = load_of(tmp_path).snapshot().workers

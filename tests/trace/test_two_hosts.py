@@ -12,7 +12,7 @@ from tests.trace.test_job import SECOND, Writer, call
 from tests.trace.test_report import data_of
 from zmqgrad.__main__ import main
 from zmqgrad.trace import log
-from zmqgrad.trace.events import ProcessInfo, Tag
+from zmqgrad.trace.events import ActorStopped, ClockSample, ProcessInfo, tag_of
 
 CALLS = 50
 MS = 1_000_000
@@ -31,9 +31,9 @@ def merged(tmp_path: Path) -> Path:
     for i in range(CALLS):
         call(*((a, b) if i % 2 else (b, a)), i + 1, i * 10 * MS)
         if i == CALLS // 2:
-            b.rows.append((Tag.CLOCK_SAMPLE, b.skew + i * 10 * MS, 51 * SECOND + i * 10 * MS))
+            b.rows.append((tag_of(ClockSample), b.skew + i * 10 * MS, 51 * SECOND + i * 10 * MS))
     for each in (a, b):
-        each.rows.append((Tag.ACTOR_STOPPED, each.skew + SECOND, 1))
+        each.rows.append((tag_of(ActorStopped), each.skew + SECOND, 1))
         each.write()
         shutil.copy(each.path, tmp_path)
     return tmp_path

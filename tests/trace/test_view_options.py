@@ -10,7 +10,7 @@ from tests.trace.test_job import SECOND, two
 from tests.trace.test_waits import finish, waits_for, workers
 from zmqgrad.__main__ import main
 from zmqgrad.trace import Job
-from zmqgrad.trace.events import Role, Tag
+from zmqgrad.trace.events import ActorStarted, MessageSent, RendezvousStep, Role, tag_of
 from zmqgrad.trace.sequence import call_diagram
 from zmqgrad.trace.tail import Filter, recorded
 from zmqgrad.wire.ids import join_id, parse_id, show_id
@@ -46,7 +46,7 @@ def test_a_call_that_is_stuck_is_shown_before_the_slowest(tmp_path: Path) -> Non
     a, b = workers(tmp_path, 2)
     waits_for(a, b, 8, SECOND)
     waits_for(a, b, 9, 2 * SECOND)
-    a.add(Tag.RENDEZVOUS, 31 * SECOND, 1, "later", 0, 0)
+    a.add(RendezvousStep, 31 * SECOND, 1, "later", 0, 0)
     finish(a, b)
     assert call_diagram(Job(tmp_path)).title == "call #0.8 m:f"
 
@@ -120,8 +120,8 @@ def test_a_list_of_no_contexts_says_so(tmp_path: Path, capsys: pytest.CaptureFix
 def with_store(directory: Path) -> None:
     """A call, and a query of a store by its client."""
     a, _ = two(directory, 1, skew=0, clock="boot")
-    a.rows.append((Tag.ACTOR_STARTED, 0, 2, Role.STORE_CLIENT, "", 0, 0, "", "tcp://h:1"))
-    a.rows.append((Tag.MESSAGE_SENT, SECOND, 1, 2, int(MessageType.STORE_SET), 9, 1, 0, 1, 100, 0))
+    a.rows.append((tag_of(ActorStarted), 0, 2, Role.STORE_CLIENT, "", 0, 0, "", "tcp://h:1"))
+    a.rows.append((tag_of(MessageSent), SECOND, 1, 2, int(MessageType.STORE_SET), 9, 1, 0, 1, 100, 0))
     a.write()
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call
 from zmqgrad.__main__ import main
-from zmqgrad.trace import Job
+from zmqgrad.trace import Job, events
 from zmqgrad.trace.cycles import find_cycles
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.findings import Severity, find
 from zmqgrad.trace.places import locate
 from zmqgrad.trace.waits import Wait, Waits, find_waits
@@ -36,12 +36,12 @@ def waits_for(
 ) -> None:
     """A call of b by a without a reply, for which a waits; it fails at ``until``."""
     a.message(True, at, CALL, b.rank, number, 1)
-    a.add(Tag.WAIT_BEGUN, at, b.rank, number)
+    a.add(events.WaitBegun, at, b.rank, number)
     if arrives:
         b.message(False, at + MS, CALL, a.rank, number, 1)
-        b.add(Tag.REQUEST_STARTED, at + 2 * MS, a.rank, number)
+        b.add(events.RequestStarted, at + 2 * MS, a.rank, number)
     if until is not None:
-        a.add(Tag.WAIT_ENDED, until, b.rank, number, True)
+        a.add(events.WaitEnded, until, b.rank, number, True)
 
 
 @pytest.mark.parametrize("until", [None, 30 * SECOND])
@@ -51,7 +51,7 @@ def test_a_cycle_is_named_whether_it_lasts_or_has_timed_out(tmp_path: Path, unti
     waits_for(b, c, 2, 2 * SECOND, until)
     waits_for(c, a, 3, 3 * SECOND, until)
     waits_for(d, a, 4, 4 * SECOND, until)
-    d.add(Tag.RENDEZVOUS, 31 * SECOND, 1, "later", 0, 0)
+    d.add(events.RendezvousStep, 31 * SECOND, 1, "later", 0, 0)
     finish(a, b, c, d)
     waits = find_waits(Job(tmp_path))
     (cycle,) = find_cycles(waits)
@@ -77,7 +77,15 @@ def test_waits_one_after_the_other_are_no_cycle(tmp_path: Path) -> None:
 
 
 def stack(actor: Writer, line: str) -> None:
-    actor.rows.append((Tag.STACK, 9 * SECOND, 7, "main", f'  File "/a.py", line 1, in f\n    {line}\n'))
+    actor.rows.append(
+        (
+            tag_of(events.StackDumped),
+            9 * SECOND,
+            7,
+            "main",
+            f'  File "/a.py", line 1, in f\n    {line}\n',
+        )
+    )
 
 
 @pytest.mark.parametrize(("line", "cycles"), [("with lock:", 1), ("x = x @ x", 0)])
@@ -93,9 +101,9 @@ def test_a_thread_that_computes_waits_for_nobody(tmp_path: Path, line: str, cycl
 
 def test_a_worker_that_is_about_to_shut_down_blocks_nobody(tmp_path: Path) -> None:
     a, b = workers(tmp_path, 2)
-    b.rows.append((Tag.NAME, 0, 2, "zmqgrad.rpc.membership.collectives:_contribute"))
+    b.rows.append((tag_of(events.NameDeclared), 0, 2, "zmqgrad.rpc.membership.collectives:_contribute"))
     b.message(True, SECOND, CALL, 0, 9, 2)
-    b.add(Tag.WAIT_BEGUN, SECOND, 0, 9)
+    b.add(events.WaitBegun, SECOND, 0, 9)
     waits_for(a, b, 1, 2 * SECOND)
     finish(a, b)
     assert find_cycles(find_waits(Job(tmp_path), 60 * SECOND)) == []
@@ -105,7 +113,7 @@ def test_a_chain_of_waits_is_no_cycle(tmp_path: Path) -> None:
     a, b, c = workers(tmp_path, 3)
     waits_for(a, b, 1, SECOND)
     waits_for(b, c, 2, SECOND)
-    c.add(Tag.RENDEZVOUS, 99 * SECOND, 1, "later", 0, 0)
+    c.add(events.RendezvousStep, 99 * SECOND, 1, "later", 0, 0)
     finish(a, b, c)
     waits = find_waits(Job(tmp_path))
     assert len(waits.open) == 2
@@ -141,10 +149,10 @@ def test_each_stage_of_a_request_is_told(tmp_path: Path) -> None:
     waits_for(a, b, 3, SECOND, arrives=False)
     b.message(False, 2 * SECOND, CALL, 0, 3, 1)
     waits_for(a, b, 4, SECOND)
-    b.add(Tag.REQUEST_FINISHED, 2 * SECOND, 0, 4, False)
+    b.add(events.RequestFinished, 2 * SECOND, 0, 4, False)
     waits_for(a, b, 5, SECOND)
     b.message(True, 3 * SECOND, RESULT, 0, 5)
-    b.add(Tag.REQUEST_FINISHED, 3 * SECOND, 0, 5, False)
+    b.add(events.RequestFinished, 3 * SECOND, 0, 5, False)
     waits_for(a, b, 6, SECOND, 2 * SECOND)
     b.message(True, 4 * SECOND, RESULT, 0, 6)
     a.message(False, 4 * SECOND + MS, RESULT, 1, 6)
@@ -179,13 +187,13 @@ def test_a_call_that_no_thread_waits_for_is_open_too(tmp_path: Path) -> None:
 def test_a_backward_pass_waits_for_the_workers_that_have_not_finished(tmp_path: Path) -> None:
     a, b, c = workers(tmp_path, 3)
     backward = int(MessageType.BACKWARD_AUTOGRAD_REQ)
-    a.add(Tag.PASS_STARTED, SECOND, 77, 5)
+    a.add(events.PassStarted, SECOND, 77, 5)
     for peer, number in ((b, 1), (c, 2)):
-        a.add(Tag.MESSAGE_SENT, SECOND, backward, peer.rank, number, 77, 0, 100, 0)
-        peer.add(Tag.MESSAGE_RECEIVED, SECOND + MS, backward, 0, number, 77, 0, 100, 0)
-        peer.add(Tag.REQUEST_STARTED, SECOND + 2 * MS, 0, number)
-    b.add(Tag.REQUEST_FINISHED, SECOND + 3 * MS, 0, 1, False)
-    a.add(Tag.WAIT_BEGUN, SECOND, 0, 5)
+        a.add(events.MessageSent, SECOND, backward, peer.rank, number, 77, 0, 100, 0)
+        peer.add(events.MessageReceived, SECOND + MS, backward, 0, number, 77, 0, 100, 0)
+        peer.add(events.RequestStarted, SECOND + 2 * MS, 0, number)
+    b.add(events.RequestFinished, SECOND + 3 * MS, 0, 1, False)
+    a.add(events.WaitBegun, SECOND, 0, 5)
     finish(a, b, c)
     waits = find_waits(Job(tmp_path), 9 * SECOND)
     assert [(w.function, w.target and w.target.name) for w in waits.open] == [("backward pass", "w2")]
@@ -194,9 +202,9 @@ def test_a_backward_pass_waits_for_the_workers_that_have_not_finished(tmp_path: 
 def served(a: Writer, b: Writer, number: int, at: int, runs: int, queued: int = 0) -> None:
     a.message(True, at, CALL, b.rank, number, 1)
     b.message(False, at + 1000, CALL, a.rank, number, 1)
-    b.add(Tag.REQUEST_STARTED, at + 1000 + queued, a.rank, number)
+    b.add(events.RequestStarted, at + 1000 + queued, a.rank, number)
     b.message(True, at + 1000 + queued + runs, RESULT, a.rank, number)
-    b.add(Tag.REQUEST_FINISHED, at + 1000 + queued + runs, a.rank, number, False)
+    b.add(events.RequestFinished, at + 1000 + queued + runs, a.rank, number, False)
     a.message(False, at + 3000 + queued + runs, RESULT, b.rank, number)
 
 
@@ -236,10 +244,10 @@ def test_only_sends_that_no_pass_reached_are_unused(tmp_path: Path) -> None:
     a, b = workers(tmp_path, 2)
     for context in (1, 2):  # a pass ends in the first only
         for send in (10, 11):
-            a.add(Tag.SEND_RECORDED, SECOND, context, context * send, 1, context * send, False)
-        a.add(Tag.PASS_STARTED, 2 * SECOND, context, 5 + context)
-        a.add(Tag.GROUP_EXECUTED, 2 * SECOND, context, 5 + context, MS, (10 * context,), ())
-    a.add(Tag.PASS_FINISHED, 3 * SECOND, 1, 6, False)
+            a.add(events.SendRecorded, SECOND, context, context * send, 1, context * send, False)
+        a.add(events.PassStarted, 2 * SECOND, context, 5 + context)
+        a.add(events.GroupExecuted, 2 * SECOND, context, 5 + context, MS, (10 * context,), ())
+    a.add(events.PassFinished, 3 * SECOND, 1, 6, False)
     finish(a, b)
     (finding,) = find(Job(tmp_path))
     assert finding.kind == "unused arguments"
@@ -261,17 +269,17 @@ def test_a_result_that_the_loss_uses_in_part_is_told(
     a, b = workers(tmp_path, 2)
     request, reply = int(MessageType.FORWARD_AUTOGRAD_REQ), int(MessageType.FORWARD_AUTOGRAD_RESP)
     for number in (1, 2):
-        a.add(Tag.MESSAGE_SENT, SECOND, request, 1, number, 7, 1, 100, 0)
-        b.add(Tag.MESSAGE_RECEIVED, SECOND + MS, request, 0, number, 7, 1, 100, 0)
-        b.add(Tag.SEND_RECORDED, SECOND + 2 * MS, 7, 10 + number, 0, number, True)
-        b.add(Tag.MESSAGE_SENT, SECOND + 3 * MS, reply, 0, number, 7, 0, 100, 0)
-        a.add(Tag.MESSAGE_RECEIVED, SECOND + 4 * MS, reply, 1, number, 7, 0, 100, 0)
+        a.add(events.MessageSent, SECOND, request, 1, number, 7, 1, 100, 0)
+        b.add(events.MessageReceived, SECOND + MS, request, 0, number, 7, 1, 100, 0)
+        b.add(events.SendRecorded, SECOND + 2 * MS, 7, 10 + number, 0, number, True)
+        b.add(events.MessageSent, SECOND + 3 * MS, reply, 0, number, 7, 0, 100, 0)
+        a.add(events.MessageReceived, SECOND + 4 * MS, reply, 1, number, 7, 0, 100, 0)
     for i, each in enumerate([(), *missing]):
         send, part = (12, ()) if i == 0 else (11, [(11, each)] if each else ())
-        a.add(Tag.PASS_STARTED, 2 * SECOND, 7, 20 + i)
-        b.add(Tag.GROUP_EXECUTED, 2 * SECOND, 7, 20 + i, MS, (send,), (), part)
-        a.add(Tag.PASS_FINISHED, 3 * SECOND, 7, 20 + i, False)
-    b.add(Tag.RENDEZVOUS, 4 * SECOND, 1, "later", 0, 0)
+        a.add(events.PassStarted, 2 * SECOND, 7, 20 + i)
+        b.add(events.GroupExecuted, 2 * SECOND, 7, 20 + i, MS, (send,), (), part)
+        a.add(events.PassFinished, 3 * SECOND, 7, 20 + i, False)
+    b.add(events.RendezvousStep, 4 * SECOND, 1, "later", 0, 0)
     finish(a, b)
     assert [f.title for f in find(Job(tmp_path))] == [title] * bool(title)
 
@@ -279,7 +287,7 @@ def test_a_result_that_the_loss_uses_in_part_is_told(
 def test_drops_damage_and_unknown_clocks_are_told(tmp_path: Path) -> None:
     a = Writer(tmp_path, 0, clock="boot")
     b = Writer(tmp_path, 1, clock="another")
-    a.rows.append((Tag.DROPPED, SECOND, 7))
+    a.rows.append((tag_of(events.Dropped), SECOND, 7))
     finish(a, b)
     with b.path.open("ab") as file:
         file.write(b"\0\0\0\x01\xc1")
@@ -302,7 +310,7 @@ def test_all_waits_are_told_if_notes_are_wanted(tmp_path: Path) -> None:
     a, b = workers(tmp_path, 2)
     for i in range(7):
         waits_for(a, b, i, SECOND + i * SECOND, 20 * SECOND)
-    a.add(Tag.RENDEZVOUS, 21 * SECOND, 1, "later", 0, 0)
+    a.add(events.RendezvousStep, 21 * SECOND, 1, "later", 0, 0)
     finish(a, b)
     assert [f.kind for f in find(Job(tmp_path))].count("failed wait") == 5
     found = [f for f in find(Job(tmp_path), notes=True) if f.kind == "failed wait"]
@@ -336,19 +344,19 @@ def test_other_waits_of_the_workers_of_a_deadlock_are_told_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = workers(tmp_path, 2)
-    a.rows.append((Tag.THREAD, 0, 2, "engine", 8))
+    a.rows.append((tag_of(events.ThreadDeclared), 0, 2, "engine", 8))
     # The main thread calls its own worker, whose engine thread is part of the cycle.
     a.message(True, SECOND, CALL, 0, 1, 1)
-    a.add(Tag.WAIT_BEGUN, SECOND, 0, 1)
+    a.add(events.WaitBegun, SECOND, 0, 1)
     a.knows(a)
     a.message(False, SECOND + MS, CALL, 0, 1, 1)
-    a.rows.append((Tag.REQUEST_STARTED, SECOND + 2 * MS, 2, 1, 0, 1))
+    a.rows.append((tag_of(events.RequestStarted), SECOND + 2 * MS, 2, 1, 0, 1))
     a.message(True, 2 * SECOND, CALL, 1, 2, 1)
-    a.rows.append((Tag.WAIT_BEGUN, 2 * SECOND, 2, 1, 1, 2))
+    a.rows.append((tag_of(events.WaitBegun), 2 * SECOND, 2, 1, 1, 2))
     b.message(False, 2 * SECOND + MS, CALL, 0, 2, 1)
-    b.add(Tag.REQUEST_STARTED, 2 * SECOND + 2 * MS, 0, 2)
+    b.add(events.RequestStarted, 2 * SECOND + 2 * MS, 0, 2)
     waits_for(b, a, 3, 3 * SECOND)
-    a.add(Tag.RENDEZVOUS, 31 * SECOND, 1, "later", 0, 0)
+    a.add(events.RendezvousStep, 31 * SECOND, 1, "later", 0, 0)
     finish(a, b)
     problems = [f for f in find(Job(tmp_path)) if f.severity is Severity.PROBLEM]
     assert [f.kind for f in problems] == ["deadlock"]
@@ -375,8 +383,8 @@ def test_a_worker_that_waits_for_its_own_calls_is_no_straggler(tmp_path: Path, w
             at = SECOND + i * 100 * MS
             served(leader, worker, 10 * i + worker.rank, at, 30 * MS if worker.rank == 2 else 10 * MS)
             if worker.rank == 2 and waits:
-                worker.add(Tag.WAIT_BEGUN, at + MS, 0, 1000 + i)
-                worker.add(Tag.WAIT_ENDED, at + 21 * MS, 0, 1000 + i, False)
+                worker.add(events.WaitBegun, at + MS, 0, 1000 + i)
+                worker.add(events.WaitEnded, at + 21 * MS, 0, 1000 + i, False)
     finish(*everybody)
     assert ("straggler" in kinds(tmp_path)) is not waits
 
@@ -397,7 +405,7 @@ def test_a_straggler_that_gets_slower_is_told(tmp_path: Path) -> None:
 def test_a_hot_worker_has_its_pool_its_functions_and_the_time_that_calls_lose(tmp_path: Path) -> None:
     everybody = workers(tmp_path, 4)
     server, *others = everybody
-    server.rows.append((Tag.USAGE, 0, 1, 2, 0, 2))
+    server.rows.append((tag_of(events.Usage), 0, 1, 2, 0, 2))
     for i in range(10):
         for worker in others:
             served(worker, server, i + 1, SECOND + i * 30 * MS, 8 * MS, 12 * MS * worker.rank)
@@ -426,7 +434,7 @@ def test_large_contents_that_are_sent_again_are_a_finding(
     for i in range(count):
         served(a, b, i + 1, SECOND + i * 10 * MS, MS)
         contents = (3, 0, i if changes else 0, 32 << 20)
-        sender.add(Tag.SERIALIZED, SECOND + i * 10 * MS, other.rank, i + 1, MS, is_result, (contents,))
+        sender.add(events.Serialized, SECOND + i * 10 * MS, other.rank, i + 1, MS, is_result, (contents,))
     finish(a, b)
     what = title.format("the result" if is_result else "arguments")
     name = f"w{sender.rank}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace.events import RequestStarted, WaitBegun, tag_of
 
 Key = tuple[int, int, int, int]
 """Thread, actor, peer, message id."""
@@ -32,7 +32,7 @@ class Active:
         """Returns the events of what began until then; their ends become events of their own."""
         return [
             (tag, begun, *key)
-            for tag, begins in ((int(Tag.REQUEST_STARTED), self.requests), (int(Tag.WAIT_BEGUN), self.waits))
+            for tag, begins in ((tag_of(RequestStarted), self.requests), (tag_of(WaitBegun), self.waits))
             for key, at in list(begins.items())
             if at <= until and (begun := begins.pop(key, None)) is not None
         ]

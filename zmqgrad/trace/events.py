@@ -35,43 +35,6 @@ Number = Annotated[int, Meta(ge=0)]
 """An id, or a size. None has more than 64 bits."""
 
 
-class Tag(enum.IntEnum):
-    """The first element of each event."""
-
-    ACTOR_STARTED = 1
-    ACTOR_STOPPED = 2
-    THREAD = 3
-    NAME = 4
-    PEER = 5
-    MESSAGE_SENT = 6
-    MESSAGE_RECEIVED = 7
-    REQUEST_STARTED = 8
-    REQUEST_FINISHED = 9
-    REQUEST_DESCRIBED = 10
-    WAIT_BEGUN = 11
-    WAIT_ENDED = 12
-    CONTEXT_CREATED = 13
-    CONTEXT_RELEASED = 14
-    PASS_STARTED = 15
-    PASS_FINISHED = 16
-    GROUP_EXECUTED = 17
-    RENDEZVOUS = 18
-    HEARTBEAT = 19
-    CLOCK_SAMPLE = 20
-    DROPPED = 21
-    SEND_RECORDED = 22
-    STACK = 23
-    REQUEST_RAN = 24
-    WAITED = 25
-    USAGE = 26
-    PEER_LOST = 27
-    STEP_TAKEN = 28
-    PUBLISHED = 29
-    GROUP_CALLED = 30
-    INTERRUPTED = 31
-    SERIALIZED = 32
-
-
 class Role(enum.IntEnum):
     """What an actor is."""
 
@@ -427,6 +390,14 @@ class PeerLost(Event, frozen=True, tag=27):
     actor: int
     peer: int
     reason: str = ""
+
+
+@functools.cache
+def tag_of(kind: type[Event]) -> int:
+    """The first element of the events of a kind."""
+    tag = kind.__struct_config__.tag
+    assert isinstance(tag, int)
+    return tag
 
 
 def decoded() -> Any:

@@ -23,9 +23,9 @@ from pathlib import Path
 from zmqgrad import environment
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns as now
-from zmqgrad.trace import stacks
+from zmqgrad.trace import events, stacks
 from zmqgrad.trace.active import Active, Row
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.tracer import MAX_NAME_CHARACTERS, MAX_NAMES, Tracer
 from zmqgrad.trace.writer import THREAD_NAME, Writer
 from zmqgrad.transport import tap as tapping
@@ -115,7 +115,7 @@ class Recorder:
     def attach(self, identity: Identity) -> Tracer:
         """Returns the tracer of ``identity``; the first one opens the log and starts the writer."""
         actor = next(self._actors)
-        self.queue.append((Tag.ACTOR_STARTED, now(), actor, *identity))
+        self.queue.append((tag_of(events.ActorStarted), now(), actor, *identity))
         with self._lock:
             self._open += 1
             if self._writer is None and not self.failed:
@@ -125,7 +125,7 @@ class Recorder:
     def detach(self, actor: int) -> None:
         """Records the end of ``actor``; the last one ends the writer, so that no thread is left."""
         self.measures.pop(actor, None)
-        self.queue.append((Tag.ACTOR_STOPPED, now(), actor))
+        self.queue.append((tag_of(events.ActorStopped), now(), actor))
         with self._lock:
             self._open -= 1
             writer = None
@@ -157,7 +157,7 @@ class Recorder:
             if len(self.queue) >= self.max_events:
                 self.drop()
             else:
-                self.queue.append((Tag.STACK, moment, native_id, name, stack))
+                self.queue.append((tag_of(events.StackDumped), moment, native_id, name, stack))
 
     def wait_failed(self, moment: int, thread: int, interrupted: bool) -> None:
         """Records where the threads are while the one that waited in vain still holds its locks.
@@ -168,7 +168,7 @@ class Recorder:
             interrupted: whether Ctrl-C ended it.
         """
         if interrupted:
-            self.queue.append((Tag.INTERRUPTED, moment, thread))
+            self.queue.append((tag_of(events.Interrupted), moment, thread))
         if moment >= self._next_stacks:
             self._next_stacks = moment + STACKS_NANOSECONDS
             self.record_stacks()
@@ -185,7 +185,9 @@ class Recorder:
         """The number of the calling thread, declared."""
         thread = threading.current_thread()
         number = self.threads.number = next(self._numbers)
-        self.queue.append((Tag.THREAD, now(), number, thread.name, threading.get_native_id()))
+        self.queue.append(
+            (tag_of(events.ThreadDeclared), now(), number, thread.name, threading.get_native_id())
+        )
         return number
 
     def declare_name(self, name: object) -> int:
@@ -200,7 +202,7 @@ class Recorder:
             number = self.names.get(name)
             if number is None:
                 number = len(self.names)
-                self.queue.append((Tag.NAME, now(), number, name[:MAX_NAME_CHARACTERS]))
+                self.queue.append((tag_of(events.NameDeclared), now(), number, name[:MAX_NAME_CHARACTERS]))
                 self.names[name] = number  # only now: others may use the number at once
         return number
 
@@ -225,7 +227,7 @@ class Recorder:
         with self._lock:
             dropped, self._dropped = self._dropped, 0
         if dropped:
-            rows.append((Tag.DROPPED, now(), dropped))
+            rows.append((tag_of(events.Dropped), now(), dropped))
         return rows
 
     def drop(self) -> None:

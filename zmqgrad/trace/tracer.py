@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns as now
-from zmqgrad.trace import stacks
+from zmqgrad.trace import events, stacks
 from zmqgrad.trace.active import Row
-from zmqgrad.trace.events import Tag
+from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.requests import RemoteRequests
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.tap import Identity, Usage
@@ -58,10 +58,11 @@ def _wrapped_function(message: Message) -> str:
 
 
 _NAME_OF = _name_getters()
-# Plain numbers: an attribute of an enumeration takes as long as all else that is done for a message.
-_SENT, _RECEIVED, _SEND_RECORDED = map(int, (Tag.MESSAGE_SENT, Tag.MESSAGE_RECEIVED, Tag.SEND_RECORDED))
-_REQUEST_FINISHED, _REQUEST_RAN = int(Tag.REQUEST_FINISHED), int(Tag.REQUEST_RAN)
-_WAIT_ENDED, _WAITED = int(Tag.WAIT_ENDED), int(Tag.WAITED)
+# Plain numbers, looked up once: what is done for each message must take little.
+_SENT, _RECEIVED = tag_of(events.MessageSent), tag_of(events.MessageReceived)
+_SEND_RECORDED = tag_of(events.SendRecorded)
+_REQUEST_FINISHED, _REQUEST_RAN = tag_of(events.RequestFinished), tag_of(events.RequestRan)
+_WAIT_ENDED, _WAITED = tag_of(events.WaitEnded), tag_of(events.Waited)
 _FORWARD_REPLY = int(MessageType.FORWARD_AUTOGRAD_RESP)
 _WITH_SEND = frozenset((MessageType.FORWARD_AUTOGRAD_REQ, MessageType.FORWARD_AUTOGRAD_RESP))
 _WITH_CONTEXT = frozenset(k for k, struct in BY_TYPE.items() if "context_id" in struct.__struct_fields__)
@@ -133,11 +134,11 @@ class Tracer:
     def _declare_peer(self, time: int, peer: int, incarnation: int) -> None:
         if len(self._incarnations) < MAX_NAMES:
             self._incarnations[peer] = incarnation
-            self._queue.append((Tag.PEER, time, self._actor, peer, incarnation))
+            self._queue.append((tag_of(events.PeerDeclared), time, self._actor, peer, incarnation))
 
-    def _add(self, tag: Tag, *values: Any, began: int | None = None) -> None:
+    def _add(self, kind: type[events.Event], *values: Any, began: int | None = None) -> None:
         thread = self._threads.number or self._recorder.declare_thread()
-        self._append((tag, now() if began is None else began, thread, self._actor, *values))
+        self._append((tag_of(kind), now() if began is None else began, thread, self._actor, *values))
 
     def _append(self, row: Row) -> None:
         if len(self._queue) >= self._recorder.max_events:
@@ -161,7 +162,7 @@ class Tracer:
         self, message_id: int, function: str, args: Sequence[Any] | None, kwargs: Any
     ) -> None:
         shown = show_arguments(args or (), kwargs or {}) if self.records_arguments else ""
-        self._add(Tag.REQUEST_DESCRIBED, message_id, function[:MAX_NAME_CHARACTERS], shown)
+        self._add(events.RequestDescribed, message_id, function[:MAX_NAME_CHARACTERS], shown)
 
     def serialized(
         self,
@@ -173,7 +174,7 @@ class Tracer:
     ) -> None:
         began = now() - nanoseconds
         numbers = [(self._recorder.number_of(storage), *rest) for storage, *rest in contents]
-        self._add(Tag.SERIALIZED, peer, message_id, nanoseconds, is_reply, numbers, began=began)
+        self._add(events.Serialized, peer, message_id, nanoseconds, is_reply, numbers, began=began)
 
     def wait_begun(self, peer: int, message_id: int) -> None:
         thread = self._threads.number or self._recorder.declare_thread()
@@ -191,19 +192,19 @@ class Tracer:
 
     def group_called(self, began: int, function: str, calls: Sequence[int], failed: bool) -> None:
         name, took = function[:MAX_NAME_CHARACTERS], now() - began
-        self._add(Tag.GROUP_CALLED, took, name, tuple(calls), failed, began=began)
+        self._add(events.GroupCalled, took, name, tuple(calls), failed, began=began)
 
     def context_created(self, context: int) -> None:
-        self._add(Tag.CONTEXT_CREATED, context)
+        self._add(events.ContextCreated, context)
 
     def context_released(self, context: int) -> None:
-        self._add(Tag.CONTEXT_RELEASED, context)
+        self._add(events.ContextReleased, context)
 
     def pass_started(self, context: int, pass_id: int) -> None:
-        self._add(Tag.PASS_STARTED, context, pass_id)
+        self._add(events.PassStarted, context, pass_id)
 
     def pass_finished(self, context: int, pass_id: int, failed: bool) -> None:
-        self._add(Tag.PASS_FINISHED, context, pass_id, failed)
+        self._add(events.PassFinished, context, pass_id, failed)
 
     def group_executed(
         self,
@@ -215,25 +216,25 @@ class Tracer:
         missing: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> None:
         took = now() - began
-        self._add(Tag.GROUP_EXECUTED, context, pass_id, took, sends, recvs, missing, began=began)
+        self._add(events.GroupExecuted, context, pass_id, took, sends, recvs, missing, began=began)
 
     def step_taken(self, context: int, staleness: int, applied: bool) -> None:
-        self._add(Tag.STEP_TAKEN, context, staleness, applied)
+        self._add(events.StepTaken, context, staleness, applied)
 
     def published(self, began: int, name: str, version: int, size: int) -> None:
-        self._add(Tag.PUBLISHED, now() - began, name, version, size, began=began)
+        self._add(events.Published, now() - began, name, version, size, began=began)
 
     def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
-        self._add(Tag.RENDEZVOUS, round_number, action, participants, waiting)
+        self._add(events.RendezvousStep, round_number, action, participants, waiting)
 
     def heartbeat(self, peer: int, outgoing: bool) -> None:
-        self._add(Tag.HEARTBEAT, peer, outgoing)
+        self._add(events.Heartbeat, peer, outgoing)
 
     def watch_usage(self, measure: Callable[[], Usage]) -> None:
         self._recorder.measures[self._actor] = weakref.WeakMethod(measure)
 
     def peer_lost(self, peer: int, reason: str) -> None:
-        self._add(Tag.PEER_LOST, peer, reason[:MAX_NAME_CHARACTERS])
+        self._add(events.PeerLost, peer, reason[:MAX_NAME_CHARACTERS])
 
     def request_stacks(self) -> None:
         try:

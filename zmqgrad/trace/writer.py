@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from zmqgrad.runtime.clock import monotonic_ns as now
 from zmqgrad.runtime.clock import wall_ns
-from zmqgrad.trace import log, stacks
+from zmqgrad.trace import events, log, stacks
 from zmqgrad.trace.active import Row
-from zmqgrad.trace.events import ProcessInfo, Tag
+from zmqgrad.trace.events import ProcessInfo, tag_of
 from zmqgrad.trace.tracer import MAX_NAME_CHARACTERS
 from zmqgrad.transport.tap import Usage
 
@@ -93,13 +93,13 @@ class Writer:
         if moment - self._sampled < CLOCK_SAMPLE_NANOSECONDS:
             return
         self._sampled = moment
-        rows: list[Row] = [(Tag.CLOCK_SAMPLE, moment, wall_ns())]
+        rows: list[Row] = [(tag_of(events.ClockSample), moment, wall_ns())]
         for actor, measure in list(self._recorder.measures.items()):
             method = measure()
             usage = method() if method is not None else None
             if usage is not None and self._usages.get(actor) != usage:
                 self._usages[actor] = usage
-                rows.append((Tag.USAGE, now(), actor, *usage))
+                rows.append((tag_of(events.Usage), now(), actor, *usage))
         write_all(self._fd, log.record(rows))
 
     def close(self) -> None:
