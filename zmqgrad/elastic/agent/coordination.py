@@ -6,13 +6,13 @@ No call waits: results arrive as events, for which the agent waits together with
 from __future__ import annotations
 
 import queue
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from zmqgrad.elastic.agent.events import CoordinatorEvent, Failure, Joined, Left
 from zmqgrad.elastic.agent.ranks import NodeInfo, place
+from zmqgrad.runtime.polling import SPENT, Wakeup
 
 if TYPE_CHECKING:
     from zmqgrad.store import Store
@@ -23,37 +23,28 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[CoordinatorEvent] = queue.SimpleQueue()
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._wakeup = Wakeup()
 
     def fileno(self) -> int:
         """The descriptor to select on."""
-        return self._reader.fileno()
+        return self._wakeup.fd
 
     def post(self, event: CoordinatorEvent) -> None:
         """Add ``event``."""
         self._events.put(event)
-        try:
-            self._writer.send(b"\0")
-        except OSError:
-            pass  # full: it is readable anyway; closed: nobody takes events any more
+        self._wakeup.set()
 
     def take(self) -> list[CoordinatorEvent]:
         """Remove and return all events."""
-        try:
-            self._reader.recv(4096)
-        except BlockingIOError:
-            pass
+        self._wakeup.clear()
         events = []
         while not self._events.empty():
             events.append(self._events.get())
         return events
 
     def close(self) -> None:
-        """Close the descriptors. Later events are lost."""
-        self._reader.close()
-        self._writer.close()
+        """Close the descriptor. Later events are lost."""
+        self._wakeup = SPENT
 
 
 class Coordinator(ABC):
