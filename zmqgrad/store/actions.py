@@ -76,7 +76,9 @@ def _compare_set(state: State, query: StoreCompareSet, effects: list[Effect]) ->
 
 
 def _add(state: State, query: StoreAdd, effects: list[Effect]) -> Message:
-    value = state.values.get(query.key, b"0")
+    value = state.values.get(query.key)
+    if value is None:
+        value = b"0"
     number = int(value) if value.isdigit() and len(value) < 19 else _number(value)
     if number is None:
         text = f"add: the value of {query.key!r} is no 64-bit number but {value[:40]!r}"
@@ -90,7 +92,7 @@ def _add(state: State, query: StoreAdd, effects: list[Effect]) -> Message:
 
 
 def _append(state: State, query: StoreAppend, effects: list[Effect]) -> Message:
-    value = state.values.get(query.key, b"") + query.value
+    value = (state.values.get(query.key) or b"") + query.value
     if len(value) > MAX_VALUE:
         text = f"append: {query.key!r} would hold {len(value)} bytes, more than {MAX_VALUE}"
         return StoreRefused(Refusal.LIMIT, text)
@@ -147,7 +149,7 @@ def _queue_pop(state: State, query: StoreQueuePop, requester: Any, now: float) -
 
 
 def _queue_len(state: State, query: StoreQueueLen, requester: Any, now: float) -> Message:
-    return StoreNumber(len(state.queues.get(query.key, ())))
+    return StoreNumber(len(state.queues.get(query.key) or ()))
 
 
 def _watch_key(state: State, query: StoreWatchKey, requester: Any, now: float) -> Message:

@@ -247,9 +247,13 @@ class Store(ABC):
         except ClosedError as e:
             raise StoreError(f"cannot watch {target!r}: {e}") from e
 
-    @abstractmethod
     def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
         """Remove ``handler`` (None: all) from ``target``."""
+        if self._registry.remove(target, handler):
+            self._on_unwatched(target)
+
+    def _on_unwatched(self, target: Target) -> None:  # noqa: B027  # in a file, nothing is to do
+        """The last handler of ``target`` was removed."""
 
     def watch_key(self, key: str, callback: WatchCallback) -> None:
         """Call ``callback(old, new)`` at each change of ``key`` made after this returns.

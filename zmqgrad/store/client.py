@@ -186,9 +186,8 @@ class TCPStore(Store):
         finally:
             self._connection.unwatch_if_unwatched(target)
 
-    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
-        if self._registry.remove(target, handler):
-            self._connection.unwatch_if_unwatched(target)
+    def _on_unwatched(self, target: Target) -> None:
+        self._connection.unwatch_if_unwatched(target)
 
     def clone(self) -> TCPStore:
         return TCPStore(

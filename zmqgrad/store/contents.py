@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Container, Mapping, Sized
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Container, Sized
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from zmqgrad.store.effects import Notification
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Prefix, Target, prefix_matches
@@ -27,11 +27,14 @@ class Item(NamedTuple):
     value: bytes
 
 
-class Queues(Container[str], Sized, Protocol):
-    """The queues that are not empty, by name."""
+T_co = TypeVar("T_co", covariant=True)
 
-    def get(self, name: str, default: Sized, /) -> Sized:
-        """The items of queue ``name``, or ``default``; only the length is meaningful."""
+
+class ByName(Container[str], Protocol[T_co]):
+    """Keys or queues, by name."""
+
+    def __getitem__(self, name: str, /) -> T_co: ...
+    def get(self, name: str, /) -> T_co | None: ...
 
 
 class Recorder(Protocol):
@@ -56,13 +59,12 @@ class Storage(Protocol):
     @property
     def revision(self) -> int: ...
     @property
-    def values(self) -> Mapping[str, bytes]: ...
+    def values(self) -> ByName[bytes]: ...
     @property
-    def queues(self) -> Queues: ...
+    def queues(self) -> ByName[Sized]: ...  # the lengths of those that are not empty
     @property
     def num_keys(self) -> int: ...
-    @property
-    def watched(self) -> int: ...
+    def statistics(self) -> dict[str, int]: ...
     def keys(self, prefix: str) -> list[str]: ...
     def put(self, key: str, value: bytes, notifications: list[Any]) -> None: ...
     def delete(self, key: str, notifications: list[Any]) -> bool: ...
@@ -94,10 +96,10 @@ class Contents:
         """Number of keys, without the library's own."""
         return len(self.values) - self._num_internal
 
-    @property
-    def watched(self) -> int:
-        """Number of watched keys and prefixes."""
-        return len(self._watched)
+    def statistics(self) -> dict[str, int]:
+        """Number of keys, queues and watched targets, and the revision."""
+        sizes = {"keys": len(self.values), "queues": len(self.queues), "watched": len(self._watched)}
+        return {**sizes, "revision": self.revision}
 
     # ---- keys -------------------------------------------------------------------------------------------
 

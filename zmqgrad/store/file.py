@@ -5,23 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 
-from zmqgrad.errors import ArgumentTypeError, ConfigurationError, StoreTimeoutError
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout, as_integer
-from zmqgrad.store.base import Store
-from zmqgrad.store.events import EventHandler
 from zmqgrad.store.file_connection import FileConnection
-from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.sqlite import absolute, check_file_system
-from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
+from zmqgrad.store.transactional import TransactionalStore
 from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
-from zmqgrad.wire.messages import Message
 
 _numbers = itertools.count()
 
 
-class FileStore(Store):
+class FileStore(TransactionalStore):
     """A store in the SQLite file ``file_name``, created if missing, which all processes must see.
 
     Each call is one transaction, whose writes survive SIGKILL of any process. Waiting clients poll every
@@ -51,48 +46,27 @@ class FileStore(Store):
         *,
         allow_network_file_system: bool = False,
     ) -> None:
-        super().__init__(timeout)
         self._path = _as_path(file_name)
         world_size = as_integer(world_size, "the world size")
         place = absolute(self._path)
         check_file_system(place, allow_network_file_system)
         self._allow_network = allow_network_file_system
         self._connection = FileConnection(f"file-store-{next(_numbers)}", place, world_size)
-        self._registry = WatchRegistry(self._connection.name, weak(self._register))
-        self._connection.watches = self._registry
-        self._finalizer = Finalizer(self, self._connection.close)
+        super().__init__(self._connection, timeout)
 
     @property
     def path(self) -> str:
         """The file, as given."""
         return self._path
 
-    def _request(self, query: Message, seconds: float) -> Message:
-        try:
-            reply = self._connection.request(query, Deadline.after(seconds))
-        except StoreTimeoutError as e:
-            raise StoreTimeoutError(f"{self!r}: wait timeout after {seconds:g} s: {e}") from e
-        return self._accepted(reply, seconds)
-
     def _register(self, target: Target) -> Registration:
-        found = as_registration(self._request(watch_query(target), self._timeout))
+        found = super()._register(target)
         self._connection.start_watching()
         return found
-
-    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
-        self._registry.remove(target, handler)
-
-    def statistics(self) -> dict[str, int]:
-        """Number of blocked calls of this store (``parked``)."""
-        return {"parked": self._connection.blocked}
 
     def clone(self) -> FileStore:
         place = str(self._connection.path)
         return FileStore(place, timeout=self._timeout, allow_network_file_system=self._allow_network)
-
-    def close(self) -> None:
-        """Close the file, and remove it if this is the last of ``world_size`` stores. Idempotent."""
-        self._finalizer.close()
 
     def disown(self) -> None:
         """Make :meth:`close` leave the file alone: it turned out to be that of another job."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import sqlite3
 import threading
@@ -21,7 +20,6 @@ from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.effects import Effect, Reply
 from zmqgrad.store.file_contents import SCHEMA, FileContents
 from zmqgrad.store.sqlite import DAMAGE_ERRORS, checked, connect, is_busy
 from zmqgrad.store.state import State
@@ -141,13 +139,10 @@ class FileConnection:
         self._check_open()
         expired = deadline.passed()
 
-        def apply(contents: FileContents) -> list[Effect]:
-            state = State(contents)
-            effects = state.apply(query, None, 0.0)
-            return state.expire(math.inf) if not effects and expired else effects
+        def apply(contents: FileContents) -> Message | None:
+            return State(contents).answer(query, expired=expired)
 
-        effects = self._transact(deadline, apply, write=State.may_change(query))
-        return next((effect.message for effect in effects if type(effect) is Reply), None)
+        return self._transact(deadline, apply, write=State.may_change(query))
 
     def _check_open(self) -> None:
         if self.inherited:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zmqgrad.store.contents import Item
 from zmqgrad.store.sqlite import checked
-from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
+from zmqgrad.store.transactional import StoredContents
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX
 
 SCHEMA = """
 CREATE TABLE meta (revision INTEGER NOT NULL, opened INTEGER NOT NULL, closed INTEGER NOT NULL);
@@ -19,65 +19,28 @@ CREATE INDEX items_by_name ON items (name, id)
 """
 
 
-class _Values(Mapping[str, bytes]):
-    """The keys in the file and their values."""
+class FileContents(StoredContents):
+    """Storage of the state machine in an SQLite file. Used inside a transaction."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
+        super().__init__()
         self._db = db
 
-    def __getitem__(self, key: str) -> bytes:
+    def value(self, key: str) -> bytes | None:
         row = self._db.execute("SELECT value FROM keys WHERE key = ?", (key.encode(),)).fetchone()
-        if row is None:
-            raise KeyError(key)
-        return checked(row[0], bytes)
+        return None if row is None else checked(row[0], bytes)
 
-    def __contains__(self, key: object) -> bool:  # does not read the value, which may be large
-        assert isinstance(key, str)
+    def has(self, key: str) -> bool:  # does not read the value, which may be large
         rows = self._db.execute("SELECT 1 FROM keys WHERE key = ?", (key.encode(),))
         return rows.fetchone() is not None
 
-    def __len__(self) -> int:
-        count: int = self._db.execute("SELECT count(*) FROM keys").fetchone()[0]
-        return count
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(
-            [checked(key, bytes).decode() for (key,) in self._db.execute("SELECT key FROM keys").fetchall()]
-        )
-
-
-class _Queues:
-    """The queues in the file that are not empty."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __len__(self) -> int:
-        count: int = self._db.execute("SELECT count(DISTINCT name) FROM items").fetchone()[0]
-        return count
-
-    def __contains__(self, name: object) -> bool:
-        assert isinstance(name, str)
-        rows = self._db.execute("SELECT 1 FROM items WHERE name = ? LIMIT 1", (name.encode(),))
-        return rows.fetchone() is not None
-
-    def get(self, name: str, default: object = ()) -> range:
-        """A range as long as the queue ``name``."""
+    def queue(self, name: str) -> range:
         rows = self._db.execute("SELECT count(*) FROM items WHERE name = ?", (name.encode(),))
         return range(rows.fetchone()[0])
 
-
-class FileContents:
-    """Storage of the state machine in an SQLite file (:class:`~zmqgrad.store.contents.Storage`).
-
-    Used inside a transaction. It makes no notifications: watches compare snapshots.
-    """
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-        self.values = _Values(db)
-        self.queues = _Queues(db)
-        self.watched = 0
+    def has_items(self, name: str) -> bool:
+        rows = self._db.execute("SELECT 1 FROM items WHERE name = ? LIMIT 1", (name.encode(),))
+        return rows.fetchone() is not None
 
     @property
     def revision(self) -> int:
@@ -127,12 +90,3 @@ class FileContents:
         ).fetchone()
         self._db.execute("DELETE FROM items WHERE id = ?", (row[0],))
         return Item(row[0], checked(row[1], bytes))
-
-    def delivered(self, item: Item) -> None:
-        """Does nothing: the item left the file when it was popped."""
-
-    def watch(self, target: Target) -> None:
-        """Does nothing: there are no notifications."""
-
-    def unwatch(self, target: Target) -> None:
-        """Does nothing: there are no notifications."""

@@ -10,7 +10,6 @@ from zmqgrad.runtime.future import Promise
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.base import Store
 from zmqgrad.store.effects import Effect, Notification
-from zmqgrad.store.events import EventHandler
 from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.state import State
 from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
@@ -102,11 +101,10 @@ class HashStore(Store):
     def _register(self, target: Target) -> Registration:
         return as_registration(self._request(watch_query(target), self._timeout))
 
-    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
-        if self._registry.remove(target, handler):
-            with self._table.lock:
-                if not any(registry.is_watched(target) for registry in self._table.registries):
-                    self._table.state.unwatch(target)
+    def _on_unwatched(self, target: Target) -> None:
+        with self._table.lock:
+            if not any(registry.is_watched(target) for registry in self._table.registries):
+                self._table.state.unwatch(target)
 
     def statistics(self) -> dict[str, int]:
         """Number of keys, queues, blocked calls (``parked``) and watched keys, and the revision."""

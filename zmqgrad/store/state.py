@@ -18,12 +18,12 @@ next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from zmqgrad.store.actions import CHANGES, READS, queue_condition
 from zmqgrad.store.arguments import show_key
-from zmqgrad.store.contents import Contents, Item, Queues, Storage
+from zmqgrad.store.contents import ByName, Contents, Item, Storage
 from zmqgrad.store.effects import DONE, MAX_BATCH_BYTES, Effect, Reply, refuse
 from zmqgrad.store.wait_queue import BlockedQuery, WaitQueue
 from zmqgrad.store.watch_targets import Target
@@ -39,7 +39,7 @@ from zmqgrad.wire.messages import (
     StoreWait,
 )
 
-_NO_QUEUES: Queues = {}
+_NO_QUEUES: ByName[Sized] = {}
 
 Deliver = Callable[[Any, str, Item], Message]
 
@@ -93,6 +93,15 @@ class State:
             return StoreRefused(Refusal.INVALID, f"a store does not understand {type(query).__name__}")
         return read(self, query, requester, now)
 
+    def answer(self, query: Message, *, expired: bool) -> Message | None:
+        """The reply to ``query``, for a driver without blocked queries; None if it blocks.
+
+        Args:
+            expired: its deadline has passed, so that it is refused instead.
+        """
+        reply = self.execute(query, None, 0.0, [])
+        return self.expire(math.inf)[0].message if reply is None and expired else reply
+
     @staticmethod
     def may_change(query: Message) -> bool:
         """Whether queries of this type may change the store."""
@@ -124,13 +133,7 @@ class State:
 
     def statistics(self) -> dict[str, int]:
         """Number of keys, queues, blocked queries (``parked``) and watched targets, and the revision."""
-        return {
-            "keys": len(self.values),
-            "queues": len(self.queues),
-            "parked": len(self.wait_queue),
-            "watched": self.contents.watched,
-            "revision": self.revision,
-        }
+        return {**self.contents.statistics(), "parked": len(self.wait_queue)}
 
     # ---- called by the actions: changes -----------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class State:
                     return keys[i]
         return None
 
-    def _queues_for(self, query: Message) -> Queues:
+    def _queues_for(self, query: Message) -> ByName[Sized]:
         """The queues that exist for ``query`` as keys do."""
         return self.queues if type(query) is StoreWait else _NO_QUEUES
 

@@ -7,7 +7,6 @@ that it has read has changed since. A blocked query waits for a change of what i
 from __future__ import annotations
 
 import logging
-import math
 import os
 import random
 import secrets
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from zmqgrad.errors import ClosedError, StoreError, StoreTimeoutError, TransportError
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.effects import Reply
 from zmqgrad.store.etcd.cluster import (
     INVALID,
     NOT_FOUND,
@@ -220,10 +218,7 @@ class EtcdConnection:
         def execute() -> tuple[EtcdContents, tuple[State, Message | None]]:
             contents = EtcdContents(self._layout, query, partial(self._read, limit))
             state = State(contents)
-            effects = state.apply(query, None, 0.0)
-            if not effects and expired:
-                effects = state.expire(math.inf)
-            return contents, (state, next((e.message for e in effects if type(e) is Reply), None))
+            return contents, (state, state.answer(query, expired=expired))
 
         return self._transact(execute, limit)
 

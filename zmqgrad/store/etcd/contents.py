@@ -12,12 +12,13 @@ query writes, and gives both as the parts of a transaction, which fails if anyth
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zmqgrad.store.contents import Item
 from zmqgrad.store.etcd.cluster import after_prefix, decode, encode
-from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target, prefix_matches
+from zmqgrad.store.transactional import StoredContents
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX, prefix_matches
 from zmqgrad.wire.messages import (
     Message,
     StoreAdd,
@@ -130,51 +131,8 @@ class _Found(NamedTuple):
     data: bytes
 
 
-class _Values(Mapping[str, bytes]):
-    """The keys and their values."""
-
-    def __init__(self, contents: EtcdContents) -> None:
-        self._contents = contents
-
-    def __getitem__(self, key: str) -> bytes:
-        value = self._contents.value(key)
-        if value is None:
-            raise KeyError(key)
-        return value
-
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, str)
-        return self._contents.has(key)
-
-    def __len__(self) -> int:
-        return len(self._contents.keys("", internal=True))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._contents.keys("", internal=True))
-
-
-class _Queues:
-    """The queues that are not empty."""
-
-    def __init__(self, contents: EtcdContents) -> None:
-        self._contents = contents
-
-    def __len__(self) -> int:
-        return self._contents.queue_count()
-
-    def __contains__(self, name: object) -> bool:
-        assert isinstance(name, str)
-        return self._contents.first_item(name) is not None
-
-    def get(self, name: str, default: object = ()) -> range:
-        """A range as long as the queue ``name``."""
-        return range(self._contents.queue_length(name))
-
-
-class EtcdContents:
-    """Storage of the state machine for one query (:class:`~zmqgrad.store.contents.Storage`).
-
-    It makes no notifications: etcd has its own.
+class EtcdContents(StoredContents):
+    """Storage of the state machine for one query.
 
     Args:
         query: what the state machine will execute; what it probably reads is read together.
@@ -182,6 +140,7 @@ class EtcdContents:
     """
 
     def __init__(self, layout: Layout, query: Message, read: Read) -> None:
+        super().__init__()
         self._layout = layout
         self._read_ranges = read
         self._wants_values = type(query) in NEEDS_VALUES
@@ -194,9 +153,6 @@ class EtcdContents:
         self._pushed: list[tuple[str, bytes]] = []
         self._popped: list[tuple[bytes, _Found]] = []
         self._prefixed: dict[str, dict[str, bytes]] = {}
-        self.values = _Values(self)
-        self.queues = _Queues(self)
-        self.watched = 0
         if type(query) in READS_KEYS:
             self._prefetch(query.keys if hasattr(query, "keys") else [query.key])  # type: ignore[attr-defined]
 
@@ -224,13 +180,11 @@ class EtcdContents:
         return found
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` exists."""
         if key in self._written:
             return self._written[key] is not None
         return self._find(self._layout.key(key), with_value=False).modified > 0
 
     def value(self, key: str) -> bytes | None:
-        """The value of ``key``; None if it does not exist."""
         if key in self._written:
             return self._written[key]
         for known in self._prefixed.values():
@@ -261,7 +215,7 @@ class EtcdContents:
         )
         return int(result.get("count", 0)) + self.has("")
 
-    def keys(self, prefix: str, internal: bool = False) -> list[str]:
+    def keys(self, prefix: str) -> list[str]:
         """The sorted keys that begin with ``prefix``; internal keys only if ``prefix`` is internal."""
         known = self._prefixed.get(prefix)
         if known is None:
@@ -279,7 +233,7 @@ class EtcdContents:
                 (decode(kv["key"])[len(self._layout.keys) :].decode(), decode(kv.get("value")))
                 for kv in result.get("kvs", ())
             ]
-            found = [(key, data) for key, data in pairs if internal or prefix_matches(prefix, key)]
+            found = [(key, data) for key, data in pairs if prefix_matches(prefix, key)]
             if self._wants_values:
                 known = self._prefixed[prefix] = {key: self._whole(data) for key, data in found}
             else:
@@ -304,17 +258,12 @@ class EtcdContents:
             self._items[name] = (place, found) if found.modified else None
         return self._items[name]
 
-    def queue_length(self, name: str) -> int:
-        """Number of items in the queue ``name``."""
-        (result,) = self._read([{**self._range_of(name), "count_only": True}])
-        return int(result.get("count", 0))
+    def has_items(self, name: str) -> bool:
+        return self.first_item(name) is not None
 
-    def queue_count(self) -> int:
-        """Number of queues that are not empty."""
-        start = self._layout.items
-        everything = {"key": encode(start), "range_end": encode(after_prefix(start)), "keys_only": True}
-        (result,) = self._read([everything])
-        return len({decode(kv["key"]).rpartition(b"/")[0] for kv in result.get("kvs", ())})
+    def queue(self, name: str) -> range:
+        (result,) = self._read([{**self._range_of(name), "count_only": True}])
+        return range(int(result.get("count", 0)))
 
     def _range_of(self, name: str) -> dict[str, Any]:
         prefix = self._layout.queue(name)
@@ -344,15 +293,6 @@ class EtcdContents:
         self._popped.append(first)
         self._items[name] = None
         return Item(first[1].modified, self._whole(first[1].data))
-
-    def delivered(self, item: Item) -> None:
-        """Does nothing: the item leaves the cluster with the transaction."""
-
-    def watch(self, target: Target) -> None:
-        """Does nothing: etcd makes the notifications."""
-
-    def unwatch(self, target: Target) -> None:
-        """Does nothing: etcd makes the notifications."""
 
     # ---- the transaction --------------------------------------------------------------------------------
 

@@ -6,19 +6,15 @@ import itertools
 from collections.abc import Sequence
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from zmqgrad.errors import ConfigurationError, StoreTimeoutError
+from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
-from zmqgrad.store.base import Store
 from zmqgrad.store.etcd.cluster import ETCD_PORT, EtcdCluster, EtcdOptions, read_options
 from zmqgrad.store.etcd.connection import EtcdConnection
-from zmqgrad.store.events import EventHandler
-from zmqgrad.store.finalizer import Finalizer
-from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
+from zmqgrad.store.transactional import TransactionalStore
 from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
 from zmqgrad.transport.bind_policy import is_loopback
-from zmqgrad.wire.messages import Message
 
 BASE = "zmqgrad/store/"
 """Keys of etcd begin with this. The rest is the prefix of the store."""
@@ -26,7 +22,7 @@ BASE = "zmqgrad/store/"
 _numbers = itertools.count()
 
 
-class EtcdStore(Store):
+class EtcdStore(TransactionalStore):
     """A store in an etcd cluster (3.4 or newer). Needs the extra ``etcd``.
 
     Each call is one transaction, which a majority of the members has written to disk. Calls and watches
@@ -57,7 +53,6 @@ class EtcdStore(Store):
         *,
         options: EtcdOptions | None = None,
     ) -> None:
-        super().__init__(timeout)
         if not prefix or not isinstance(prefix, str):
             raise ConfigurationError(f"{prefix!r} is no prefix: it must name the job")
         self._members = parse_members(members) if isinstance(members, str) else tuple(members)
@@ -71,9 +66,7 @@ class EtcdStore(Store):
         self._connection = EtcdConnection(
             f"etcd-store-{next(_numbers)}", EtcdCluster(self._members, options), base
         )
-        self._registry = WatchRegistry(self._connection.name, weak(self._register))
-        self._connection.watches = self._registry
-        self._finalizer = Finalizer(self, self._connection.close)
+        super().__init__(self._connection, timeout)
 
     @property
     def prefix(self) -> str:
@@ -90,33 +83,17 @@ class EtcdStore(Store):
         """The port of :attr:`host`."""
         return self._meeting[1]
 
-    def _request(self, query: Message, seconds: float) -> Message:
-        try:
-            reply = self._connection.request(query, Deadline.after(seconds))
-        except StoreTimeoutError as e:
-            raise StoreTimeoutError(f"{self!r}: wait timeout after {seconds:g} s: {e}") from e
-        return self._accepted(reply, seconds)
-
     def _register(self, target: Target) -> Registration:
-        found = as_registration(self._request(watch_query(target), self._timeout))
+        found = super()._register(target)
         self._connection.start_watching(target, found.revision)
         if not self._registry.is_watched(target):
-            self._stop_watching(target)
+            self._on_unwatched(target)
         return found
 
-    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
-        if self._registry.remove(target, handler):
-            self._stop_watching(target)
-
-    def _stop_watching(self, target: Target) -> None:
-        """End the watch of ``target``, which nobody watched."""
+    def _on_unwatched(self, target: Target) -> None:
         self._connection.stop_watching(target)
         if self._registry.is_watched(target):  # again: that watch may have been stopped with this one
             self._registry.on_disconnect()
-
-    def statistics(self) -> dict[str, int]:
-        """Number of blocked calls of this store (``parked``)."""
-        return {"parked": self._connection.blocked}
 
     def clone(self) -> EtcdStore:
         return EtcdStore(self._members, self._prefix, self._timeout, options=self._options)
@@ -128,10 +105,6 @@ class EtcdStore(Store):
             StoreError: if the cluster cannot be used, or refuses.
         """
         self._connection.delete_all(Deadline.after(self._timeout))
-
-    def close(self) -> None:
-        """Leave the cluster; the keys stay. Idempotent."""
-        self._finalizer.close()
 
     def __repr__(self) -> str:
         return f"<EtcdStore {self._prefix!r}>"
