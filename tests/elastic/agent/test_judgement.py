@@ -6,28 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqgrad.elastic.agent.events import (
+    Ask,
     Asked,
+    Confirm,
     Confirmed,
     CoordinatorEvent,
     Exited,
+    Join,
     Joined,
+    Leave,
     MembershipChanged,
     RemoteFailure,
-)
-from zmqgrad.elastic.agent.lifecycle import (
-    Ask,
-    Confirm,
-    Effect,
-    Event,
-    GroupEnded,
-    Join,
-    Leave,
-    Lifecycle,
-    Phase,
     ReportExits,
     ReportFailure,
-    StopWorkers,
 )
+from zmqgrad.elastic.agent.lifecycle import Effect, Event, GroupEnded, Lifecycle, Phase, StopWorkers
 from zmqgrad.elastic.agent.ranks import NodeInfo, place
 from zmqgrad.elastic.agent.supervision import Outcome, WorkerExited
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.waiting import eventually
-from zmqgrad.elastic.agent.events import CoordinatorEvent, Joined, Notice, RendezvousFailed
+from zmqgrad.elastic.agent.events import CoordinatorEvent, Join, Joined, Notice, RendezvousFailed, ReportExits
 from zmqgrad.elastic.agent.ranks import NodeInfo
 from zmqgrad.elastic.agent.rendezvoused import RendezvousCoordinator
 from zmqgrad.elastic.backends.store import StoreBackend
@@ -37,10 +37,10 @@ def test_a_store_that_a_round_finds_lost_before_the_heartbeat_does_is_named() ->
         seen.extend(coordinator.events.take())
         return any(isinstance(event, kind) for event in seen)
 
-    coordinator.join(0)
+    coordinator.carry_out(Join(0))
     eventually(lambda: found(Joined))
     master.close()
-    coordinator.report_exits([0], True)
+    coordinator.carry_out(ReportExits([0], True))
     eventually(lambda: found(RendezvousFailed))
     [error] = [event.error for event in seen if isinstance(event, RendezvousFailed)]
     assert isinstance(error, RendezvousConnectionError)
@@ -69,7 +69,7 @@ def test_a_spare_has_the_whole_time_to_agree_once_it_has_a_place(monkeypatch: py
         seen.extend(coordinator.events.take())
         return any(isinstance(event, kind) for event in seen)
 
-    coordinator.join(0)
+    coordinator.carry_out(Join(0))
     eventually(lambda: found(Notice))
     began = MONOTONIC.now()
     eventually(lambda: MONOTONIC.now() - began > 1.5)

@@ -13,23 +13,18 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from zmqgrad.elastic.agent.coordination import Coordinator
+from zmqgrad.elastic.agent.events import Ask, Confirm, Join, Leave, ReportExits, ReportFailure
 from zmqgrad.elastic.agent.group import WorkerGroup
 from zmqgrad.elastic.agent.lease_guard import LeaseGuard
 from zmqgrad.elastic.agent.lifecycle import (
-    Ask,
-    Confirm,
     Effect,
     Event,
     GroupEnded,
     Hold,
     HoldEnded,
     Interrupted,
-    Join,
     LeaseLost,
-    Leave,
     Lifecycle,
-    ReportExits,
-    ReportFailure,
     Result,
     Say,
     StartWorkers,
@@ -200,10 +195,12 @@ class _Agent:
         coordinator = self._spec.coordinator
         for effect in effects:
             match effect:
-                case Join(restarts):
+                case Join():
                     if self._spec.awaited:
                         self._say(self._spec.awaited)
-                    coordinator.join(restarts)
+                    coordinator.carry_out(effect)
+                case ReportFailure() | ReportExits() | Ask() | Confirm() | Leave():
+                    coordinator.carry_out(effect)
                 case StartWorkers(place):
                     self._start(place)
                 case StopWorkers(signum):
@@ -211,18 +208,8 @@ class _Agent:
                         outcome = self._group.handle([StopRequested(signum)])
                         if outcome is not None:
                             return self._on_group_ended(outcome)
-                case ReportFailure(failure):
-                    coordinator.report_failure(failure)
-                case ReportExits(ranks, succeeded):
-                    coordinator.report_exits(ranks, succeeded)
-                case Ask(node_rank):
-                    coordinator.ask(node_rank)
-                case Confirm(node_rank):
-                    coordinator.confirm(node_rank)
                 case Hold():
                     self._hold_until = self._clock.now() + coordinator.notice_seconds()
-                case Leave(close):
-                    coordinator.leave(close)
                 case Say(text):
                     self._say(text)
                 case Result():
@@ -243,7 +230,7 @@ class _Agent:
             return self._spec.start(place, rank - place.first_rank)
 
         def on_success(rank: int) -> None:
-            self._spec.coordinator.report_exits([rank], True)
+            self._spec.coordinator.carry_out(ReportExits([rank], True))
 
         self._group = WorkerGroup(place.ranks, start, self._listener, on_success, self._clock)
         if self._spec.is_distributed:

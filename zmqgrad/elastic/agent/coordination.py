@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from zmqgrad.elastic.agent.events import CoordinatorEvent, Failure, Joined, Left
+from zmqgrad.elastic.agent.events import CoordinatorEvent, CoordinatorRequest, Join, Joined, Leave, Left
 from zmqgrad.elastic.agent.ranks import NodeInfo, place
 from zmqgrad.runtime.polling import SPENT, Wakeup
 
@@ -63,33 +63,8 @@ class Coordinator(ABC):
         return None
 
     @abstractmethod
-    def join(self, restarts: int) -> None:
-        """Join the next round. Posts Joined or RendezvousFailed."""
-
-    @abstractmethod
-    def report_failure(self, failure: Failure) -> None:
-        """Tell the other agents of the round about a failure on this node."""
-
-    @abstractmethod
-    def report_exits(self, ranks: Sequence[int], succeeded: bool) -> None:
-        """Tell all agents of the round how workers of this node ended. Posts Exited for those of all nodes.
-
-        Args:
-            ranks: of the workers. What was reported of one before stays.
-            succeeded: see Exited.
-        """
-
-    @abstractmethod
-    def ask(self, node_rank: int) -> None:
-        """Ask all agents of the round whether they live, unless one has. Posts Asked at each, also here."""
-
-    @abstractmethod
-    def confirm(self, node_rank: int) -> None:
-        """Reply that this agent, of that node, lives. Posts Confirmed at each."""
-
-    @abstractmethod
-    def leave(self, close: bool) -> None:
-        """Leave the job; with ``close``, end it for all nodes. Posts Left."""
+    def carry_out(self, request: CoordinatorRequest) -> None:
+        """Do what an agent requests, and post the events that its class names."""
 
     @abstractmethod
     def lease_left(self) -> float:
@@ -116,24 +91,13 @@ class SingleNode(Coordinator):
         self._describe = describe
         self._round = -1
 
-    def join(self, restarts: int) -> None:
-        self._round += 1
-        self.events.post(Joined(place([self._describe(restarts)], 0, self._round)))
-
-    def report_failure(self, failure: Failure) -> None:
-        pass
-
-    def report_exits(self, ranks: Sequence[int], succeeded: bool) -> None:
-        pass
-
-    def ask(self, node_rank: int) -> None:
-        pass
-
-    def confirm(self, node_rank: int) -> None:
-        pass
-
-    def leave(self, close: bool) -> None:
-        self.events.post(Left())
+    def carry_out(self, request: CoordinatorRequest) -> None:
+        match request:
+            case Join(restarts):
+                self._round += 1
+                self.events.post(Joined(place([self._describe(restarts)], 0, self._round)))
+            case Leave():
+                self.events.post(Left())
 
     def lease_left(self) -> float:
         return float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from zmqgrad.elastic.agent.ranks import Placement
@@ -135,3 +136,53 @@ class Left:
 CoordinatorEvent = (
     Joined | MembershipChanged | RemoteFailure | Exited | Asked | Confirmed | Notice | RendezvousFailed | Left
 )
+
+
+@dataclass(frozen=True)
+class Join:
+    """Join the next round. Posts Joined or RendezvousFailed. ``restarts``: of the job so far."""
+
+    restarts: int
+
+
+@dataclass(frozen=True)
+class ReportFailure:
+    """Tell the other agents of the round about a failure on this node."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class ReportExits:
+    """Tell all agents of the round how workers of this node ended. Posts :class:`Exited` for all workers.
+
+    What was reported of a worker before stays.
+    """
+
+    ranks: Sequence[int]
+    succeeded: bool
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask all agents of the round whether they live, unless one has. Posts :class:`Asked` at each agent."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True)
+class Confirm:
+    """Reply that this agent, of node ``node_rank``, lives. Posts :class:`Confirmed` at each."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Leave the job. ``close``: it is over for all nodes. Posts :class:`Left`."""
+
+    close: bool
+
+
+CoordinatorRequest = Join | ReportFailure | ReportExits | Ask | Confirm | Leave
+"""What an agent has its coordinator do."""

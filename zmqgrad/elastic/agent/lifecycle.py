@@ -27,17 +27,24 @@ from dataclasses import dataclass, replace
 
 from zmqgrad.elastic.agent.consequences import lost_peer
 from zmqgrad.elastic.agent.events import (
+    Ask,
     Asked,
+    Confirm,
     Confirmed,
     CoordinatorEvent,
+    CoordinatorRequest,
     Exited,
     Failure,
+    Join,
     Joined,
+    Leave,
     Left,
     MembershipChanged,
     Notice,
     RemoteFailure,
     RendezvousFailed,
+    ReportExits,
+    ReportFailure,
 )
 from zmqgrad.elastic.agent.ranks import Placement
 from zmqgrad.elastic.agent.supervision import Outcome
@@ -75,13 +82,6 @@ Event = CoordinatorEvent | GroupEnded | HoldEnded | LeaseLost | Interrupted
 
 
 @dataclass(frozen=True)
-class Join:
-    """Effect: join the next round. ``restarts``: of the job so far."""
-
-    restarts: int
-
-
-@dataclass(frozen=True)
 class StartWorkers:
     """Effect: start the workers."""
 
@@ -96,44 +96,8 @@ class StopWorkers:
 
 
 @dataclass(frozen=True)
-class ReportFailure:
-    """Effect: tell the other agents of a failure on this node."""
-
-    failure: Failure
-
-
-@dataclass(frozen=True)
-class ReportExits:
-    """Effect: tell the other agents that workers of this node have ended; see :class:`Exited`."""
-
-    ranks: range
-    succeeded: bool
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Effect: ask all agents whether they live, as node ``node_rank``; see :class:`Asked`."""
-
-    node_rank: int
-
-
-@dataclass(frozen=True)
-class Confirm:
-    """Effect: reply that node ``node_rank``, this one, does."""
-
-    node_rank: int
-
-
-@dataclass(frozen=True)
 class Hold:
     """Effect: wait until a lost node would have been noticed, then send HoldEnded."""
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Effect: leave the job. ``close``: it is over for all nodes."""
-
-    close: bool
 
 
 @dataclass(frozen=True)
@@ -164,19 +128,7 @@ class Result:
     tried: str = ""
 
 
-Effect = (
-    Join
-    | StartWorkers
-    | StopWorkers
-    | ReportFailure
-    | ReportExits
-    | Ask
-    | Confirm
-    | Hold
-    | Leave
-    | Say
-    | Result
-)
+Effect = CoordinatorRequest | StartWorkers | StopWorkers | Hold | Say | Result
 
 
 class Phase(enum.Enum):

@@ -14,22 +14,29 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from zmqgrad.elastic.agent.coordination import Coordinator
 from zmqgrad.elastic.agent.death_watch import DeathWatch
 from zmqgrad.elastic.agent.events import (
+    Ask,
     Asked,
+    Confirm,
     Confirmed,
+    CoordinatorRequest,
     Exited,
     Failure,
+    Join,
     Joined,
+    Leave,
     Left,
     MembershipChanged,
     Notice,
     RemoteFailure,
     RendezvousFailed,
+    ReportExits,
+    ReportFailure,
 )
 from zmqgrad.elastic.agent.opening import reply_seconds
 from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, in_order, place
@@ -93,24 +100,23 @@ class RendezvousCoordinator(Coordinator):
         round = self._round
         return None if round is None else round.store
 
-    def join(self, restarts: int) -> None:
-        self._commands.put(lambda: self._join(restarts))
+    def carry_out(self, request: CoordinatorRequest) -> None:
+        match request:
+            case Join(restarts):
+                self._commands.put(lambda: self._join(restarts))
+            case ReportFailure(failure):
+                self._report_first(_FAILURE, failure.encode())
+            case ReportExits(ranks, succeeded):
+                for rank in ranks:
+                    self._report_first(f"{_EXIT}{rank}", _SUCCESS if succeeded else b"failed")
+            case Ask(node_rank):
+                self._report_first(_ASKED, str(node_rank))
+            case Confirm(node_rank):
+                self._report_first(f"{_ALIVE}{node_rank}", "alive")
+            case Leave(close):
+                self._begin_leaving(close)
 
-    def report_failure(self, failure: Failure) -> None:
-        self._report_first(_FAILURE, failure.encode())
-
-    def report_exits(self, ranks: Sequence[int], succeeded: bool) -> None:
-        value = _SUCCESS if succeeded else b"failed"
-        for rank in ranks:
-            self._report_first(f"{_EXIT}{rank}", value)
-
-    def ask(self, node_rank: int) -> None:
-        self._report_first(_ASKED, str(node_rank))
-
-    def confirm(self, node_rank: int) -> None:
-        self._report_first(f"{_ALIVE}{node_rank}", "alive")
-
-    def leave(self, close: bool) -> None:
+    def _begin_leaving(self, close: bool) -> None:
         self._closing.set()
         if self._opened is None:  # still connecting: nobody knows this node
             self.events.post(Left())
