@@ -158,8 +158,8 @@ class FileConnection:
         Ctrl-C may come at any line. ``with`` releases the lock even so, which a generator, kept by the
         traceback, would not.
         """
-        backoff = Backoff(*POLL_SECONDS)
-        while True:
+
+        def attempt() -> _T:
             with self.lock:
                 try:
                     self._begin(write=write)
@@ -170,13 +170,12 @@ class FileConnection:
                         self._commits += 1
                         self._changed.notify_all()
                     return result
-                except BaseException as e:
+                except BaseException:
                     with suppress(sqlite3.ProgrammingError):  # another thread has closed the file
                         self._roll_back()
-                    if not isinstance(e, DAMAGE_ERRORS):
-                        raise
-                    self._check_busy(e, deadline)
-            threading.Event().wait(backoff.pause(deadline.left()))  # no event signals the release of a lock
+                    raise
+
+        return self._retry_while_locked(attempt, deadline)
 
     def _begin(self, *, write: bool) -> None:
         self._roll_back()  # what a second Ctrl-C has kept from that
@@ -197,18 +196,14 @@ class FileConnection:
             try:
                 return attempt()
             except DAMAGE_ERRORS as e:
-                self._check_busy(e, deadline)
+                if not is_busy(e):
+                    raise self._explained(e) from e
+                if deadline.passed():
+                    raise StoreTimeoutError(
+                        f"another process holds the lock on the store's file {str(self.path)!r}, and has not "
+                        f"released it in time; is one stopped?"
+                    ) from e
             threading.Event().wait(backoff.pause(deadline.left()))  # no event signals the release of a lock
-
-    def _check_busy(self, error: Exception, deadline: Deadline) -> None:
-        """Raise ``error`` as one of the store, unless another connection has the lock, and there is time."""
-        if not is_busy(error):
-            raise self._explained(error) from error
-        if deadline.passed():
-            raise StoreTimeoutError(
-                f"another process holds the lock on the store's file {str(self.path)!r}, and has not "
-                f"released it in time; is one stopped?"
-            ) from error
 
     def _explained(self, error: Exception) -> StoreError:
         reason = f"{error} ({os.strerror(errno.ENOSPC)})" if "full" in str(error) else str(error)
