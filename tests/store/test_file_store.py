@@ -431,8 +431,6 @@ def _sqlite_of_others(path: str) -> bytes:
     ("content", "words"),
     [
         (b"my diary", "it begins with b'my diary'"),
-        (b"zgstore1" + bytes(100), "a FileStore of an earlier zmqgrad"),
-        (b"zmqgrad store journal 1\nxyz", "a store's journal of an earlier zmqgrad"),
         (b"\x09\0\0\0refcount/\1\0\0\0001", r"a file of torch.distributed.FileStore"),
         (b"\2\0\0\0/k\1\0\0\0v", r"a file of torch.distributed.FileStore"),
         (b"SQLite format 3\0" + bytes(10), "a damaged SQLite database"),

@@ -117,8 +117,6 @@ def test_an_unacknowledged_item_is_in_its_queue_after_a_restart(tmp_path: Path) 
     ("content", "words"),
     [
         (b"what?", "is no journal file: it begins with b'what"),
-        (b"zmqgrad store journal 1\nxyz", "journal of an earlier zmqgrad"),
-        (b"zgstore1xyz", "FileStore of an earlier zmqgrad"),
         (b"SQLite format 3\0" + bytes(90), "a damaged SQLite database"),
     ],
 )

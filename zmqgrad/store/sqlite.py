@@ -34,11 +34,6 @@ _NETWORK_FILE_SYSTEMS = frozenset(
     "fuse.s3fs fuse.gcsfuse fuse.juicefs".split()
 )
 
-_FOREIGN = (
-    (b"zgstore1", "a FileStore of an earlier zmqgrad, which wrote a log of its own"),
-    (b"zmqgrad store journal 1\n", "a store's journal of an earlier zmqgrad, which had a format of its own"),
-)
-
 
 def absolute(path: str | os.PathLike[str]) -> Path:
     """``path`` wherever the program goes, and never a name that SQLite reserves, such as ``:memory:``.
@@ -164,9 +159,6 @@ def _what_it_is(path: Path, error: Exception) -> str:
             begin = file.read(4096)
     except OSError as e:
         return e.strerror or str(e)
-    for magic, what in _FOREIGN:
-        if begin.startswith(magic):
-            return f"it is {what}; remove it, or choose another path"
     if is_torch_file_store(begin):
         return (
             "it looks like a file of torch.distributed.FileStore; use a different path for each kind of store"
