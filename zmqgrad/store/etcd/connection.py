@@ -101,7 +101,6 @@ class _Lease(NamedTuple):
 class _Changes(Protocol):
     """What a transaction is to do: :class:`~zmqgrad.store.etcd.contents.EtcdContents` for a query."""
 
-    def changes(self) -> bool: ...
     def writes(self) -> int: ...
     def comparisons(self) -> list[dict[str, Any]]: ...
     def operations(self, save: Save) -> list[dict[str, Any]]: ...
@@ -231,10 +230,10 @@ class EtcdConnection:
             while True:
                 try:
                     changes, result = execute()
-                    if client is None and changes.changes():
+                    if client is None and changes.writes():
                         client = self._take_client()
                     # Without changes as well, so that no earlier attempt can be applied any more.
-                    if client is None or not (changes.changes() or client.in_doubt):
+                    if client is None or not (changes.writes() or client.in_doubt):
                         return result
                     attempt = secrets.token_hex(8).encode()
                     tried[attempt] = result

@@ -296,10 +296,6 @@ class EtcdContents(StoredContents):
 
     # ---- the transaction --------------------------------------------------------------------------------
 
-    def changes(self) -> bool:
-        """Whether the query has changed anything."""
-        return bool(self._written or self._pushed or self._popped)
-
     def writes(self) -> int:
         """How many keys and items the query has changed."""
         return len(self._written) + len(self._pushed) + len(self._popped)
@@ -345,10 +341,6 @@ class Deletion:
 
     def __init__(self, layout: Layout) -> None:
         self._prefixes = layout.keys, layout.items, layout.all_parts
-
-    def changes(self) -> bool:
-        """Yes."""
-        return True
 
     def writes(self) -> int:
         """Few, whatever there is."""
