@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.elastic.simulation import DriftingClock, SimulatedBackend
@@ -526,7 +527,7 @@ def test_events_are_json_on_the_logger(town: Town, caplog: pytest.LogCaptureFixt
     with pytest.raises(RendezvousClosedError):
         handler.next_rendezvous()
     logged = [r.getMessage() for r in caplog.records if r.name == "zmqgrad.elastic.events"]
-    found = [RdzvEvent.deserialize(line) for line in logged]
+    found = [msgspec.json.decode(line, type=RdzvEvent) for line in logged]
     assert [e.node_state for e in found] == [
         NodeState.INIT,
         NodeState.RUNNING,

@@ -35,24 +35,11 @@ class RdzvEvent(msgspec.Struct, frozen=True):
     local_id: int | None = None
     error_trace: str = ""
 
-    def serialize(self) -> str:
-        """The event as JSON."""
-        return msgspec.json.encode(self).decode()
-
-    @staticmethod
-    def deserialize(data: str) -> RdzvEvent:
-        """The event that :meth:`serialize` returned.
-
-        Raises:
-            msgspec.MsgspecError: if it is malformed.
-        """
-        return msgspec.json.decode(data, type=RdzvEvent)
-
 
 def record(
-    name: str,
     run_id: str,
     node: NodeDesc,
+    name: str,
     message: str,
     node_state: NodeState = NodeState.RUNNING,
     rank: int | None = None,
@@ -71,4 +58,4 @@ def record(
             local_id=node.local_id,
             error_trace=error_trace,
         )
-        logger.info("%s", event.serialize())
+        logger.info("%s", msgspec.json.encode(event).decode())

@@ -13,6 +13,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from zmqgrad.elastic import events
@@ -118,6 +119,7 @@ class RendezvousHandler:
         self._noticed = -math.inf  # when the user was last told that the backend does not reply
         self._line: tuple[int, int] | None = None  # the place of this node among the spares
         self.notify: Callable[[str], None] = self._log
+        self._record = partial(events.record, settings.run_id, self.node)
 
     def _log(self, text: str) -> None:
         logger.warning("%s: %s: %s", self._settings.run_id, self.node, text)
@@ -163,7 +165,7 @@ class RendezvousHandler:
             while (joined := self._join_round(deadline)) is None:
                 pass  # rank 0 was lost before it served a store
         except RendezvousError as e:
-            self._record("next_rendezvous", str(e), NodeState.FAILED, trace=traceback.format_exc())
+            self._record("next_rendezvous", str(e), NodeState.FAILED, error_trace=traceback.format_exc())
             raise
         message = f"round {joined.round}: rank {joined.rank} of {joined.world_size}"
         self._has_joined = True
@@ -442,16 +444,6 @@ class RendezvousHandler:
         heartbeats, self._heartbeats = self._heartbeats, None
         if heartbeats is not None:
             heartbeats.stop()
-
-    def _record(
-        self,
-        name: str,
-        message: str,
-        node_state: NodeState = NodeState.RUNNING,
-        rank: int | None = None,
-        trace: str = "",
-    ) -> None:
-        events.record(name, self._settings.run_id, self.node, message, node_state, rank, trace)
 
 
 class _Heartbeats:
