@@ -145,7 +145,9 @@ def create_handler(
 
 
 def _settings(run_id: str, min_nodes: int, max_nodes: int, conf: Mapping[str, Any]) -> RendezvousSettings:
-    timeouts = {field: float(conf[name]) for name, field in _TIMEOUTS.items() if _seconds(conf, name)}
+    timeouts = {
+        field: _converted(conf, name, float, 0.0) for name, field in _TIMEOUTS.items() if name in conf
+    }
     return RendezvousSettings(
         run_id,
         min_nodes,
@@ -154,11 +156,6 @@ def _settings(run_id: str, min_nodes: int, max_nodes: int, conf: Mapping[str, An
         _converted(conf, "keep_alive_interval", float, RendezvousSettings.keep_alive_interval),
         _converted(conf, "keep_alive_max_attempt", int, RendezvousSettings.keep_alive_max_attempt),
     )
-
-
-def _seconds(conf: Mapping[str, Any], name: str) -> bool:
-    _converted(conf, name, float, 0.0)
-    return name in conf
 
 
 def _converted(conf: Mapping[str, Any], name: str, convert: Callable[[Any], T], default: T) -> T:
