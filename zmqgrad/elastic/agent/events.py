@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
-from zmqgrad.elastic.agent.ranks import Placement
-from zmqgrad.errors import RendezvousStateError
+from zmqgrad.elastic.agent.ranks import Placement, Published
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(Published):
     """The failure of a worker.
 
     Args:
@@ -30,27 +28,13 @@ class Failure:
     lines: tuple[str, ...] = ()
     host: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", tuple(self.lines))  # JSON has lists
+
     @property
     def exit_code(self) -> int:
         """The exit code of the launcher: 128 + the signal, as in a shell."""
         return self.code if self.code > 0 else 128 - self.code
-
-    def encode(self) -> str:
-        """The form in the store of the round: JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def decode(data: bytes) -> Failure:
-        """Decode what :meth:`encode` returned.
-
-        Raises:
-            RendezvousStateError: if it is malformed.
-        """
-        try:
-            failure = Failure(**json.loads(data))
-            return replace(failure, lines=tuple(failure.lines))
-        except (ValueError, TypeError, RecursionError) as e:
-            raise RendezvousStateError(f"an agent of another version failed: {data[:200]!r} ({e})") from e
 
 
 @dataclass(frozen=True)

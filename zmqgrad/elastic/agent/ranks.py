@@ -5,13 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from zmqgrad.errors import RendezvousStateError
 
+P = TypeVar("P", bound="Published")
+
 
 @dataclass(frozen=True)
-class NodeInfo:
+class Published:
+    """What an agent writes to the store of a round, as JSON."""
+
+    def encode(self) -> str:
+        """The form in the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls: type[P], data: bytes) -> P:
+        """Decode what :meth:`encode` returned.
+
+        Raises:
+            RendezvousStateError: if it is malformed.
+        """
+        try:
+            return cls(**json.loads(data))
+        except (ValueError, TypeError, RecursionError) as e:
+            raise RendezvousStateError(
+                f"an agent of another version takes part in this job: {data[:200]!r} ({e})"
+            ) from e
+
+
+@dataclass(frozen=True)
+class NodeInfo(Published):
     """What an agent publishes to the other agents of its round.
 
     Args:
@@ -32,25 +57,6 @@ class NodeInfo:
     port: int
     node_rank: int | None = None
     watch_port: int = 0
-
-    def encode(self) -> str:
-        """The form in the store of the round: JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def decode(data: bytes) -> NodeInfo:
-        """Decode what :meth:`encode` returned.
-
-        Raises:
-            RendezvousStateError: if it is malformed.
-        """
-        try:
-            info = NodeInfo(**json.loads(data))
-        except (ValueError, TypeError, RecursionError) as e:
-            raise RendezvousStateError(
-                f"an agent of another version takes part in this job: {data[:200]!r} ({e})"
-            ) from e
-        return info
 
 
 class Placement(NamedTuple):
