@@ -88,6 +88,9 @@ _handlers_lock = threading.Lock()
 _REGISTERED_BY = {"elastic": "zmqgrad.elastic.url"}
 """Modules of higher layers that register a scheme when they are imported, at the first URL of that scheme."""
 
+_BESIDE_TORCH = ("tcp", "file", "env", "etcd")
+"""Schemes whose address several groups may use."""
+
 _sidecars = itertools.count()
 """Numbers the stores that :func:`rendezvous` opens under torchrun, in the same order on all workers."""
 
@@ -172,10 +175,9 @@ def rendezvous_beside(
         ConfigurationError: if :mod:`zmqgrad.interop` was not imported.
         RendezvousError, RendezvousTimeoutError: as :func:`rendezvous`.
     """
-    find = _BESIDE_TORCH.get(_scheme_of(url))
-    if find is None:
+    if _scheme_of(url) not in _BESIDE_TORCH:
         return next(rendezvous(url, rank, world_size, timeout))
-    return find(parse(_with_arguments(url, rank, world_size)), timeout, group)
+    return _meet(parse(_with_arguments(url, rank, world_size)), timeout, group)
 
 
 def meeting_place(url: str) -> str | None:
@@ -260,12 +262,7 @@ def open_store(
     if rank is not None:
         check_integer("rank", rank)
     own_rank = _rank_of(request) if rank == -1 else rank
-    if request.scheme == "file":
-        return FileStore(_path_of(request, group), timeout=timeout), own_rank
-    if (place := _etcd_url(request)) is not None:
-        return open_url(place, timeout, _suffix(group)), own_rank
-    served_as = -1 if own_rank is None else own_rank
-    return _serve_or_connect(request, served_as, None, timeout, group), own_rank
+    return _open(request, -1 if own_rank is None else own_rank, None, timeout, group), own_rank
 
 
 def _rank_of(request: Request) -> int:
@@ -325,55 +322,44 @@ def check_rank(rank: int, world_size: int, where: str) -> None:
         )
 
 
-def _once(find: Callable[[Request, timedelta | float], RendezvousResult]) -> Handler:
-    """A handler that yields one result of ``find``."""
-
-    def handler(
-        url: str, timeout: timedelta | float = DEFAULT_TIMEOUT, **kwargs: Any
-    ) -> Iterator[RendezvousResult]:
-        yield find(parse(url), timeout)
-        raise RendezvousError(
-            f"{url!r} does not support re-rendezvous: call rendezvous() again, or restart the workers"
-        )
-
-    return handler
+def _meet_once(
+    url: str, timeout: timedelta | float = DEFAULT_TIMEOUT, **kwargs: Any
+) -> Iterator[RendezvousResult]:
+    """The handler of all schemes here."""
+    yield _meet(parse(url), timeout)
+    raise RendezvousError(
+        f"{url!r} does not support re-rendezvous: call rendezvous() again, or restart the workers"
+    )
 
 
-def _tcp(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
-    if request.host is None or request.port is None:
-        raise RendezvousError(
-            f"{request.url!r} lacks a host or a port; write {request.scheme}://host:port?rank=..&world_size=.."
-        )
-    rank, world_size = _rank_and_world_size(request)
-    return _serve_or_connect(request, rank, world_size, timeout, group), rank, world_size
+def _meet(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
+    if request.scheme == "env":
+        rank, world_size = _rank_and_world_size_of_launch(request)
+    else:
+        rank, world_size = _rank_and_world_size(request)
+    return _open(request, rank, world_size, timeout, group), rank, world_size
 
 
-def _file(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
-    path = _path_of(request, group)
-    rank, world_size = _rank_and_world_size(request)
-    try:
-        return FileStore(path, world_size, timeout), rank, world_size
-    except StoreError as e:
-        raise RendezvousError(f"rendezvous by {request.url!r}: {e}") from e
+def _open(
+    request: Request, rank: int, world_size: int | None, timeout: timedelta | float, group: Group | None
+) -> Store:
+    """Open the store of the group; ``rank`` -1: served by another worker. ``world_size`` None: dynamic."""
+    if request.scheme == "file":
+        path = _path_of(request, group)
+        try:
+            return FileStore(path, -1 if world_size is None else world_size, timeout)
+        except StoreError as e:
+            raise RendezvousError(f"rendezvous by {request.url!r}: {e}") from e
+    place = request.url if request.scheme == "etcd" else None
+    if request.scheme == "env":
+        place = environment.store_url()
+    if place is not None:
+        return open_url(place, timeout, "" if group is None else f"/{group}")
+    return _serve_or_connect(request, rank, world_size, timeout, group)
 
 
-def _etcd(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
-    rank, world_size = _rank_and_world_size(request)
-    return open_url(request.url, timeout, _suffix(group)), rank, world_size
-
-
-def _etcd_url(request: Request) -> str | None:
-    """The URL of the store in etcd, if ``request`` or the environment names one."""
-    if request.scheme == "etcd":
-        return request.url
-    return environment.store_url() if request.scheme == "env" else None
-
-
-def _suffix(group: Group | None) -> str:
-    return "" if group is None else f"/{group}"
-
-
-def _env(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
+def _rank_and_world_size_of_launch(request: Request) -> tuple[int, int]:
+    """Rank and world size from the URL and the arguments, else from the environment."""
     launch = read_launch()
     rank = _rank_of(request)
     world_size = launch.world_size if request.world_size is None else request.world_size
@@ -382,9 +368,7 @@ def _env(request: Request, timeout: timedelta | float, group: Group | None = Non
     rank_from = launch.rank_from if request.rank is None else "an argument"
     size_from = launch.world_size_from if request.world_size is None else "an argument"
     check_rank(rank, world_size, f"the rank from {rank_from}, the world size from {size_from}")
-    if (place := _etcd_url(request)) is not None:
-        return open_url(place, timeout, _suffix(group)), rank, world_size
-    return _serve_or_connect(request, rank, world_size, timeout, group), rank, world_size
+    return rank, world_size
 
 
 def _rank_and_world_size(request: Request) -> tuple[int, int]:
@@ -424,7 +408,9 @@ def _serve_or_connect(
         where = f"the environment, {host}:{port}"
     else:
         if request.host is None or request.port is None:
-            raise RendezvousError(f"{request.url!r} lacks a {'host' if request.host is None else 'port'}")
+            raise RendezvousError(
+                f"{request.url!r} lacks a host or a port; write {request.scheme}://host:port?rank=..&world_size=.."
+            )
         host, port, where = request.host, request.port, repr(request.url)
     if not 0 < port <= MAX_PORT:
         raise RendezvousError(
@@ -481,16 +467,5 @@ def _check_may_listen(host: str, port: int) -> None:
         pass  # no route, or an unknown name: connecting to the store waits for it, and names it
 
 
-_BESIDE_TORCH: dict[str, Callable[[Request, timedelta | float, Group], RendezvousResult]] = {
-    "tcp": _tcp,
-    "file": _file,
-    "env": _env,
-    "etcd": _etcd,
-}
-"""How :func:`rendezvous_beside` finds the others: for the schemes whose address several groups use."""
-
-register_rendezvous_handler("tcp", _once(_tcp))
-register_rendezvous_handler("zmq", _once(_tcp))
-register_rendezvous_handler("file", _once(_file))
-register_rendezvous_handler("env", _once(_env))
-register_rendezvous_handler("etcd", _once(_etcd))
+for _scheme in ("tcp", "zmq", "file", "env", "etcd"):
+    register_rendezvous_handler(_scheme, _meet_once)
