@@ -77,30 +77,17 @@ class State:
             raise ConfigurationError(f"State: {', '.join(taken)} cannot be the name of a value")
         cuts = {name: value.cut for name, value in values.items() if isinstance(value, Sharded)}
         plain = {n: value.value if isinstance(value, Sharded) else value for n, value in values.items()}
-        own: dict[str, Any] = {
-            "_values": plain,
-            "_cuts": cuts,
-            "_lock": threading.Lock(),  # held during a call
-            "_commits": None,
-            "_number": 0,
-            "_origin": 0,
-            "_maps": {},
-            "_last": {},
-            "_restored": [],
-        }
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+        self._values: dict[str, Any] = plain
+        self._cuts: dict[str, Cut] = cuts
+        self._lock = threading.Lock()  # held during a call
+        self._commits: Commits | None = None
+        self._number = 0
+        self._origin = 0
+        self._maps: dict[int, mmap.mmap] = {}
+        self._last: dict[int, memoryview] = {}
+        # Unmapped after the next commit: that takes a third of the time of copying.
+        self._restored: list[memoryview] = []
         _codec()  # now, as a restore is to be fast
-
-    _values: dict[str, Any]
-    _cuts: dict[str, Cut]
-    _lock: threading.Lock
-    _commits: Commits | None
-    _number: int
-    _origin: int
-    _maps: dict[int, mmap.mmap]
-    _last: dict[int, memoryview]
-    _restored: list[memoryview]  # unmapped after the next commit: that takes a third of the time of copying
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -111,9 +98,12 @@ class State:
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self._values:
+        if name.startswith("_"):  # no value has such a name
+            object.__setattr__(self, name, value)
+        elif name not in self._values:
             raise AttributeError(f"the state has no value {name!r}: pass it to State() first")
-        self._values[name] = value
+        else:
+            self._values[name] = value
 
     def __repr__(self) -> str:
         return f"<State of {', '.join(self._values)}: commit {self._number}>"
@@ -168,8 +158,8 @@ class State:
                 last[rank] = view
                 offset += section.size
             commits.commit(number, self._shards, parts)
-            self._object("_number", number)
-            self._object("_last", last)
+            self._number = number
+            self._last = last
             self._restored.clear()
             return number
 
@@ -209,11 +199,8 @@ class State:
         finally:
             os.close(fd)
         kept = list(self._maps.items())[-1:]  # of the commit before
-        self._object("_maps", {**dict(kept), segment: found})
+        self._maps = {**dict(kept), segment: found}
         return memoryview(found)
-
-    def _object(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
     # ---- restore ----------------------------------------------------------------------------------------
 
@@ -236,16 +223,13 @@ class State:
         """
         check_seconds("timeout", timeout, 0)
         with self._lock:
-            if self._commits is None:
-                self._object("_commits", connect())
-            commits = self._commits
-            assert commits is not None
+            commits = self._commits = self._commits or connect()
             deadline = Deadline.after(timeout)
             saved = files.whole(Path(path)) if path is not None else {}
             choice = commits.restore(tuple(saved), timeout)
-            self._object("_number", choice.number)
-            self._object("_origin", choice.origin)
-            self._object("_last", {})
+            self._number = choice.number
+            self._origin = choice.origin
+            self._last = {}
             if not choice.number:
                 return False
             self._restored.clear()
