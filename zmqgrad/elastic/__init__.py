@@ -33,37 +33,26 @@ if TYPE_CHECKING:
     from zmqgrad.elastic.state import NodeDesc, RendezvousState
     from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
 
-_MODULES = {
-    "EtcdBackend": "backends",
-    "EtcdOptions": "backends",
-    "LaunchConfig": "launch_config",
-    "NodeDesc": "state",
-    "OperatorExecutor": "executor",
-    "Parameters": "registry",
-    "Rendezvous": "handler",
-    "RendezvousBackend": "state_holder",
-    "RendezvousHandler": "handler",
-    "RendezvousSettings": "settings",
-    "RendezvousState": "state",
-    "RendezvousTimeout": "settings",
-    "RoundStores": "round_stores",
-    "ServedByRankZero": "round_stores",
-    "Sharded": "commits.state",
-    "SharedStore": "round_stores",
-    "State": "commits.state",
-    "StateHolder": "state_holder",
-    "Std": "launch_config",
-    "StoreBackend": "backends",
-    "Streams": "launch_config",
-    "create_handler": "registry",
-    "launch": "launching",
-    "register_backend": "registry",
+_NAMES = {
+    "backends": ("EtcdBackend", "EtcdOptions", "StoreBackend"),
+    "commits.state": ("Sharded", "State"),
+    "executor": ("OperatorExecutor",),
+    "handler": ("Rendezvous", "RendezvousHandler"),
+    "launch_config": ("LaunchConfig", "Std", "Streams"),
+    "launching": ("launch",),
+    "registry": ("Parameters", "create_handler", "register_backend"),
+    "round_stores": ("RoundStores", "ServedByRankZero", "SharedStore"),
+    "settings": ("RendezvousSettings", "RendezvousTimeout"),
+    "state": ("NodeDesc", "RendezvousState"),
+    "state_holder": ("RendezvousBackend", "StateHolder"),
 }
+"""By module, as above."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
