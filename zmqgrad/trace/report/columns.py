@@ -40,7 +40,7 @@ class Numbering:
 
 
 class Actors:
-    """The actors of a job by number; messages to workers that left no log have the number of their rank."""
+    """The actors of a job by number."""
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.all = list(actors)
@@ -54,12 +54,6 @@ class Actors:
     def worker(self, rank: int) -> int:
         """The number of the worker with this rank; -1: it left no log."""
         return self._ranks.get(rank, NO_ROW)
-
-    def other(self, end: Actor | None, message: Message, known: Actor | None) -> int:
-        """The number of ``end``, or of the worker that ``known``, the other end, names as its peer."""
-        if end is None and known is not None and known.role is Role.WORKER:
-            return self.worker(message.peer)
-        return self.number(end)
 
 
 class Messages:
@@ -111,8 +105,8 @@ class Messages:
         self.end.append(m.received if m.received is not None else m.time)
         self.flags.append(has | role | m.path << PATH_SHIFT)
         self.kind.append(m.kind)
-        self.source.append(actors.other(m.source, m, m.target))
-        self.target.append(actors.other(m.target, m, m.source))
+        self.source.append(actors.number(m.source))
+        self.target.append(actors.number(m.target))
         self.sender_thread.append(self.thread(m.source, m.sender_thread))
         self.receiver_thread.append(self.thread(m.target, m.receiver_thread))
         self.name.append(self.names[tidy(m.name)])
