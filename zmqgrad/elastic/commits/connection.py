@@ -83,12 +83,16 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Room(msgspec.Struct, frozen=True, tag=True):
-    """Reply, with its descriptor: a segment of ``size`` bytes, and where in it the part is."""
+    """Reply, with its descriptor: a segment of ``size`` bytes, and where in it the part is.
+
+    ``fd`` is set where it arrives; the caller closes it.
+    """
 
     segment: int
     size: int
     offset: int = 0
     length: int = 0
+    fd: int = -1
 
 
 class Chosen(msgspec.Struct, frozen=True, tag=True):
@@ -113,21 +117,26 @@ class Place(NamedTuple):
     is_first_of_host: bool = True
 
 
-class Segment(NamedTuple):
-    """Memory that the holder has. The caller closes ``fd``."""
+def reply_to(request: Request, holder: Holder, rank: int) -> tuple[Reply, list[int]]:
+    """Carry out ``request`` of ``rank``. Returns the reply, and descriptors for it, which the holder keeps.
 
-    segment: int
-    fd: int
-    size: int
-
-
-class Part(NamedTuple):
-    """Bytes of a segment. The caller closes ``fd``."""
-
-    fd: int
-    size: int
-    offset: int
-    length: int
+    Raises:
+        CommitError: as the methods of :class:`Holder`.
+    """
+    match request:
+        case Restore(saved, seconds):
+            return Chosen(holder.restore(rank, saved, Deadline.after(seconds))), []
+        case Open(owner, seconds):
+            segment, offset, size = holder.open(owner, Deadline.after(seconds))
+            return Room(segment.id, segment.size, offset, size), [segment.fd]
+        case Begin(number, size, seconds):
+            segment = holder.begin(rank, number, size, Deadline.after(seconds))
+            return Room(segment.id, segment.size), [segment.fd]
+        case Written(number, shards, parts):
+            holder.commit(rank, number, shards, parts)
+        case Await(number, seconds):
+            holder.wait_whole(number, Deadline.after(seconds))
+    return Done(), []
 
 
 class Commits(ABC):
@@ -136,19 +145,29 @@ class Commits(ABC):
     place: Place
 
     @abstractmethod
-    def restore(self, saved: tuple[int, ...], seconds: float) -> Choice: ...
+    def _ask(self, request: Request, seconds: float = 0.0) -> Reply:
+        """The reply to ``request``, which may wait ``seconds``."""
 
-    @abstractmethod
-    def open(self, rank: int, seconds: float) -> Part: ...
+    def restore(self, saved: tuple[int, ...], seconds: float) -> Choice:
+        reply = self._ask(Restore(saved, seconds), seconds)
+        assert isinstance(reply, Chosen)
+        return reply.choice
 
-    @abstractmethod
-    def begin(self, number: int, size: int, seconds: float) -> Segment: ...
+    def open(self, rank: int, seconds: float) -> Room:
+        reply = self._ask(Open(rank, seconds), seconds)
+        assert isinstance(reply, Room)
+        return reply
 
-    @abstractmethod
-    def commit(self, number: int, shards: int, parts: Sequence[tuple[int, int, int]]) -> None: ...
+    def begin(self, number: int, size: int, seconds: float) -> Room:
+        reply = self._ask(Begin(number, size, seconds), seconds)
+        assert isinstance(reply, Room)
+        return reply
 
-    @abstractmethod
-    def wait_whole(self, number: int, seconds: float) -> None: ...
+    def commit(self, number: int, shards: int, parts: Sequence[tuple[int, int, int]]) -> None:
+        self._ask(Written(number, shards, tuple(parts)))
+
+    def wait_whole(self, number: int, seconds: float) -> None:
+        self._ask(Await(number, seconds), seconds)
 
 
 def connect() -> Commits:
@@ -176,31 +195,25 @@ class OwnCommits(Commits):
         self._holder = Holder()
         self._holder.begin_round(0, [0], Alone(self._holder))
 
+    def _ask(self, request: Request, seconds: float = 0.0) -> Reply:
+        reply, fds = reply_to(request, self._holder, 0)
+        return msgspec.structs.replace(reply, fd=os.dup(fds[0])) if isinstance(reply, Room) else reply
+
     def _own(self, rank: int) -> int:
         return rank if rank == REPLICATED else 0
 
     def restore(self, saved: tuple[int, ...], seconds: float) -> Choice:
-        choice = self._holder.restore(0, saved, Deadline.after(seconds))
+        choice = super().restore(saved, seconds)
         shards = self.place.world_size if choice.shards else 0
         return msgspec.structs.replace(choice, shards=shards, origin=0)  # other ranks have another
 
-    def open(self, rank: int, seconds: float) -> Part:
-        segment, offset, size = self._holder.open(self._own(rank), Deadline.after(seconds))
-        return Part(os.dup(segment.fd), segment.size, offset, size)
-
-    def begin(self, number: int, size: int, seconds: float) -> Segment:
-        segment = self._holder.begin(0, number, size, Deadline.after(seconds))
-        return Segment(segment.id, os.dup(segment.fd), segment.size)
+    def open(self, rank: int, seconds: float) -> Room:
+        return super().open(self._own(rank), seconds)
 
     def commit(self, number: int, shards: int, parts: Sequence[tuple[int, int, int]]) -> None:
         shards = min(shards, 1)
-        self._holder.commit(
-            0, number, shards, [(self._own(rank), offset, size) for rank, offset, size in parts]
-        )
+        super().commit(number, shards, [(self._own(rank), offset, size) for rank, offset, size in parts])
         self._holder.spread(0, number, shards)
-
-    def wait_whole(self, number: int, seconds: float) -> None:
-        self._holder.wait_whole(number, Deadline.after(seconds))
 
 
 class AgentCommits(Commits):
@@ -214,15 +227,14 @@ class AgentCommits(Commits):
         try:
             self._socket.settimeout(REPLY_SECONDS)
             self._socket.connect(path)
-            self._ask(Hello(place.rank, round), 0.0)
+            self._ask(Hello(place.rank, round))
         except BaseException as e:
             self._socket.close()
             if isinstance(e, OSError):
                 raise CommitError(f"the agent does not reply at {path}: {e}") from e
             raise
 
-    def _ask(self, request: Request, seconds: float) -> tuple[Reply, int]:
-        """Returns the reply, and the descriptor with it; -1: none."""
+    def _ask(self, request: Request, seconds: float = 0.0) -> Reply:
         deadline = Deadline.after(seconds + REPLY_SECONDS)
         number, replied = next(self._requests), -1
         try:
@@ -246,25 +258,4 @@ class AgentCommits(Commits):
             raise CommitError(f"the agent of this worker does not reply: {e}") from e
         if isinstance(reply, Done) and reply.error:
             raise CommitError(reply.error)
-        return reply, fds[0] if fds else -1
-
-    def restore(self, saved: tuple[int, ...], seconds: float) -> Choice:
-        reply, _ = self._ask(Restore(saved, seconds), seconds)
-        assert isinstance(reply, Chosen)
-        return reply.choice
-
-    def open(self, rank: int, seconds: float) -> Part:
-        reply, fd = self._ask(Open(rank, seconds), seconds)
-        assert isinstance(reply, Room)
-        return Part(fd, reply.size, reply.offset, reply.length)
-
-    def begin(self, number: int, size: int, seconds: float) -> Segment:
-        reply, fd = self._ask(Begin(number, size, seconds), seconds)
-        assert isinstance(reply, Room)
-        return Segment(reply.segment, fd, reply.size)
-
-    def commit(self, number: int, shards: int, parts: Sequence[tuple[int, int, int]]) -> None:
-        self._ask(Written(number, shards, tuple(parts)), 0.0)
-
-    def wait_whole(self, number: int, seconds: float) -> None:
-        self._ask(Await(number, seconds), seconds)
+        return msgspec.structs.replace(reply, fd=fds[0]) if isinstance(reply, Room) and fds else reply

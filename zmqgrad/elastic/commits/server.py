@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zmqgrad.elastic.agent.ranks import Placement
-    from zmqgrad.elastic.commits.connection import Request
+    from zmqgrad.elastic.commits.connection import Reply, Request
     from zmqgrad.elastic.commits.holder import Holder, Peers
     from zmqgrad.store import Store
 
@@ -175,32 +175,16 @@ class _Worker:
                 except ZmqgradError as error:  # the next commit waits in vain, unless the round ends
                     logger.info("commit %d is not whole: %s", request.number, error)
 
-    def _reply(self, request: Request) -> tuple[object, list[int]]:
-        from zmqgrad.elastic.commits import connection as packets
-        from zmqgrad.runtime.clock import Deadline
+    def _reply(self, request: Request) -> tuple[Reply, list[int]]:
+        from zmqgrad.elastic.commits.connection import Done, Hello, reply_to
 
-        match request:
-            case packets.Hello(rank, round):
-                refused = self._admit(rank, round)
-                self._rank = -1 if refused else rank
-                return packets.Done(refused), []
-            case _ if self._rank < 0:
-                return packets.Done("who are you?"), []
-            case packets.Restore(saved, seconds):
-                return packets.Chosen(self._holder.restore(self._rank, saved, Deadline.after(seconds))), []
-            case packets.Open(rank, seconds):
-                place = self._holder.open(rank, Deadline.after(seconds))
-                segment = place.segment
-                return packets.Room(segment.id, segment.size, place.offset, place.size), [segment.fd]
-            case packets.Begin(number, size, seconds):
-                segment = self._holder.begin(self._rank, number, size, Deadline.after(seconds))
-                return packets.Room(segment.id, segment.size), [segment.fd]
-            case packets.Written(number, shards, parts):
-                self._holder.commit(self._rank, number, shards, parts)
-                return packets.Done(), []
-            case packets.Await(number, seconds):
-                self._holder.wait_whole(number, Deadline.after(seconds))
-                return packets.Done(), []
+        if isinstance(request, Hello):
+            refused = self._admit(request.rank, request.round)
+            self._rank = -1 if refused else request.rank
+            return Done(refused), []
+        if self._rank < 0:
+            return Done("who are you?"), []
+        return reply_to(request, self._holder, self._rank)
 
 
 def _shut(connection: socket.socket) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from zmqgrad import environment
 from zmqgrad.elastic.commits import files
 from zmqgrad.elastic.commits.agreement import REPLICATED, Choice
-from zmqgrad.elastic.commits.connection import Commits, Part, connect
+from zmqgrad.elastic.commits.connection import Commits, Room, connect
 from zmqgrad.elastic.launch_config import check_seconds
 from zmqgrad.errors import CommitError, ConfigurationError
 from zmqgrad.runtime.clock import Deadline
@@ -242,7 +242,7 @@ class State:
                 self._load(on_disk, lambda rank: files.read(directory, choice.number, rank, shards))
             return True
 
-    def _read(self, part: Part) -> memoryview:
+    def _read(self, part: Room) -> memoryview:
         """A view of a part: what is written to it, others do not see."""
         try:
             whole = memoryview(mmap.mmap(part.fd, part.size, flags=mmap.MAP_PRIVATE))
