@@ -5,11 +5,10 @@ from __future__ import annotations
 from zmqgrad.elastic.commits.agreement import (
     REPLICATED,
     Choice,
-    CommitId,
     Inventory,
-    PartId,
     choose,
 )
+from zmqgrad.wire.messages import CommitId, PartId
 
 FIRST, SECOND = CommitId(0, 1, 1), CommitId(0, 1, 2)
 

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from zmqgrad.elastic.commits.agreement import REPLICATED, Choice, CommitId, Inventory, PartId
+from zmqgrad.elastic.commits.agreement import REPLICATED, Choice, Inventory
 from zmqgrad.elastic.commits.holder import Alone, Holder, Segment
 from zmqgrad.errors import CommitError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.wire.messages import CommitId, PartId
 
 NOW = Deadline.after(0.0)
 WAIT = 20.0

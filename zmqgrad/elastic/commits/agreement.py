@@ -7,24 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from zmqgrad.wire.messages import CommitId, PartId
+
 REPLICATED = -1
 """Stands for a rank: the part of a commit that is the same on all."""
-
-
-class CommitId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A commit. Later ones are greater: each round, and each restore within it, begins with the greatest."""
-
-    round: int
-    restores: int
-    number: int
-
-
-class PartId(msgspec.Struct, frozen=True, array_like=True):
-    """The part of ``commit`` that ``rank`` has made, of ``shards`` in all; 0: nothing of it is sharded."""
-
-    commit: CommitId
-    rank: int
-    shards: int
 
 
 class Inventory(msgspec.Struct, frozen=True):

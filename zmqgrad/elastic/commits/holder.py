@@ -18,9 +18,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from zmqgrad.elastic.commits.agreement import REPLICATED, Choice, CommitId, Inventory, PartId, choose
+from zmqgrad.elastic.commits.agreement import REPLICATED, Choice, Inventory, choose
 from zmqgrad.errors import CommitError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.wire.messages import CommitId, PartId
 
 _SPARE_FRACTION = 8
 """A segment is larger than its part by this fraction, as the next may be: memory is only taken as written."""

@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 
 from zmqgrad import environment
-from zmqgrad.elastic.commits.agreement import CommitId, Inventory, PartId
+from zmqgrad.elastic.commits.agreement import Inventory
 from zmqgrad.elastic.commits.holder import Holder
 from zmqgrad.errors import CommitError, StoreError, StoreTimeoutError, TransportError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
@@ -31,7 +31,15 @@ from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd
 from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.security import job_keys, keys_for_worker, load_keys
-from zmqgrad.wire.messages import CommitCopy, CommitFetch, CommitFetched, CommitKept, CommitPart, Message
+from zmqgrad.wire.messages import (
+    CommitCopy,
+    CommitFetch,
+    CommitFetched,
+    CommitId,
+    CommitKept,
+    Message,
+    PartId,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -165,10 +173,10 @@ class OtherAgents:
         return self._addresses[peer]
 
     def copy(self, part: PartId, data: memoryview) -> None:
-        self._request(self._buddy, CommitCopy(_to_wire(part)), [data])
+        self._request(self._buddy, CommitCopy(part), [data])
 
     def fetch(self, node: int, part: PartId) -> memoryview:
-        data = self._request(node, CommitFetch(_to_wire(part)), [])
+        data = self._request(node, CommitFetch(part), [])
         assert data is not None
         return data
 
@@ -195,10 +203,10 @@ class OtherAgents:
             error = CommitError(f"node {source}: {message.error}") if message.error else None
             self._settle(source, number, memoryview(inbound.frames[0]) if inbound.frames else None, error)
         elif isinstance(message, CommitCopy) and len(inbound.frames) == 1:
-            self._holder.keep(_from_wire(message.part), memoryview(inbound.frames[0]))
+            self._holder.keep(message.part, memoryview(inbound.frames[0]))
             return partial(self._reply, source, CommitKept(), number)
         elif isinstance(message, CommitFetch):
-            return partial(self._send_part, source, _from_wire(message.part), number)
+            return partial(self._send_part, source, message.part, number)
         return None
 
     def _settle(
@@ -249,12 +257,3 @@ class OtherAgents:
         left = mailbox.join(deadline) + self._pool.join(deadline)
         if left:
             logger.warning("threads are left behind: %s", ", ".join(left))
-
-
-def _to_wire(part: PartId) -> CommitPart:
-    commit = part.commit
-    return CommitPart(commit.round, commit.restores, commit.number, part.rank, part.shards)
-
-
-def _from_wire(part: CommitPart) -> PartId:
-    return PartId(CommitId(part.round, part.restores, part.number), part.rank, part.shards)

@@ -159,8 +159,9 @@ from zmqgrad.wire.messages.commits import (
     CommitCopy,
     CommitFetch,
     CommitFetched,
+    CommitId,
     CommitKept,
-    CommitPart,
+    PartId,
 )
 from zmqgrad.wire.messages.delivery import (
     Ack,

@@ -9,15 +9,21 @@ from msgspec import Meta
 from zmqgrad.wire.messages.base import Id, Message, MessageType, Size, Text, WireStruct
 
 
-class CommitPart(WireStruct, frozen=True):
-    """A part of commit ``number``, made after so many ``restores`` in ``round``, of ``shards`` parts in all.
-
-    ``rank`` has made it; -1: it is the same on all ranks.
-    """
+class CommitId(WireStruct, frozen=True, order=True):
+    """A commit. Later ones are greater: each round, and each restore within it, begins with the greatest."""
 
     round: Id
     restores: Id
     number: Id
+
+
+class PartId(WireStruct, frozen=True):
+    """The part of ``commit`` that ``rank`` has made, of ``shards`` in all; 0: nothing of it is sharded.
+
+    ``rank`` -1: it is the same on all ranks.
+    """
+
+    commit: CommitId
     rank: Annotated[int, Meta(ge=-1, lt=1 << 31)]
     shards: Size
 
@@ -26,7 +32,7 @@ class CommitCopy(Message, frozen=True):
     """Agent to another: keep this ``part``, which is the frame. Reply: COMMIT_KEPT."""
 
     TYPE: ClassVar[MessageType] = MessageType.COMMIT_COPY
-    part: CommitPart
+    part: PartId
 
 
 class CommitKept(Message, frozen=True):
@@ -39,7 +45,7 @@ class CommitFetch(Message, frozen=True):
     """Agent to another: send this ``part``. Reply: COMMIT_FETCHED."""
 
     TYPE: ClassVar[MessageType] = MessageType.COMMIT_FETCH
-    part: CommitPart
+    part: PartId
 
 
 class CommitFetched(Message, frozen=True):
