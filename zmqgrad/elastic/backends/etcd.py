@@ -14,7 +14,7 @@ from typing import Any
 from zmqgrad.elastic.state_holder import RendezvousBackend, Token
 from zmqgrad.errors import ClosedError, RendezvousConnectionError, RendezvousStateError, TransportError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.etcd.cluster import EtcdCluster, EtcdOptions, decode, encode
+from zmqgrad.store.etcd.cluster import EtcdCluster, EtcdOptions, decode, encode, unchanged
 
 PREFIX, ANNOUNCEMENTS = "zmqgrad/rendezvous/", "zmqgrad/announcements/"
 """Keys of etcd begin with these. The rest is the id of the job."""
@@ -43,7 +43,8 @@ class EtcdBackend(RendezvousBackend):
     def __init__(
         self, members: Sequence[tuple[str, int]], run_id: str, options: EtcdOptions | None = None
     ) -> None:
-        self._key = encode(f"{PREFIX}{run_id}".encode())
+        self._place = f"{PREFIX}{run_id}".encode()
+        self._key = encode(self._place)
         self._watched = f"{ANNOUNCEMENTS}{run_id}".encode()
         options = options or EtcdOptions()
         self._timeout = options.timeout
@@ -59,13 +60,12 @@ class EtcdBackend(RendezvousBackend):
     ) -> tuple[bytes, Token, bool] | None:
         if token is not None and type(token) is not int:
             raise RendezvousStateError(f"a token of another backend: {token!r}")
-        compare = {"key": self._key, "target": "MOD", "result": "EQUAL", "mod_revision": token or 0}
         puts = [{"request_put": {"key": self._key, "value": encode(state)}}]
         if announce:
             puts.append({"request_put": {"key": encode(self._watched), "value": ""}})
         reply = self._transact(
             {
-                "compare": [compare],
+                "compare": [unchanged(self._place, token or 0)],
                 "success": puts,
                 "failure": [{"request_range": {"key": self._key}}],
             }

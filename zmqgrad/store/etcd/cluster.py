@@ -430,6 +430,16 @@ def after_prefix(prefix: bytes) -> bytes:
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
+def range_of(prefix: bytes, **options: Any) -> dict[str, Any]:
+    """The keys that begin with ``prefix``, for a request."""
+    return {"key": encode(prefix), "range_end": encode(after_prefix(prefix)), **options}
+
+
+def unchanged(place: bytes, revision: int) -> dict[str, Any]:
+    """The comparison that the key ``place`` was last changed at ``revision``; 0: that it is missing."""
+    return {"key": encode(place), "target": "MOD", "result": "EQUAL", "mod_revision": revision}
+
+
 def _as_event(event: dict[str, Any]) -> Event:
     kv = event["kv"]
     value = None if event.get("type") == "DELETE" else decode(kv.get("value"))

@@ -31,6 +31,8 @@ from zmqgrad.store.etcd.cluster import (
     after_prefix,
     decode,
     encode,
+    range_of,
+    unchanged,
 )
 from zmqgrad.store.etcd.contents import (
     MAX_WRITES,
@@ -285,10 +287,9 @@ class EtcdConnection:
         deadline = deadline.capped(LEASE_SECONDS - RENEW_SECONDS)
         operations = changes.operations(partial(self._save, lease, deadline))
         place = encode(client.place)
-        mine = {"key": place, "target": "MOD", "result": "EQUAL", "mod_revision": client.modified}
         reply = self._cluster.transact(
             {
-                "compare": [mine, *changes.comparisons()],
+                "compare": [unchanged(client.place, client.modified), *changes.comparisons()],
                 "success": [
                     {"request_put": {"key": place, "value": encode(attempt), "lease": lease}},
                     *nested(operations),
@@ -333,11 +334,7 @@ class EtcdConnection:
     def _forget_parts(self, prefixes: list[bytes], deadline: Deadline) -> None:
         for prefix in prefixes:
             try:
-                self._cluster.post(
-                    "/kv/deleterange",
-                    {"key": encode(prefix), "range_end": encode(after_prefix(prefix))},
-                    deadline,
-                )
+                self._cluster.post("/kv/deleterange", range_of(prefix), deadline)
             except TransportError as e:  # it only costs room in the cluster
                 logger.warning("%s: parts of a replaced value stay in etcd: %s", self.name, e)
 

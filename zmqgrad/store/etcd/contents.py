@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zmqgrad.store.contents import Item
-from zmqgrad.store.etcd.cluster import after_prefix, decode, encode
+from zmqgrad.store.etcd.cluster import decode, encode, range_of, unchanged
 from zmqgrad.store.transactional import StoredContents
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, prefix_matches
 from zmqgrad.wire.messages import (
@@ -166,6 +166,10 @@ class EtcdContents(StoredContents):
             results += found
         return results
 
+    def _read_one(self, one: dict[str, Any]) -> dict[str, Any]:
+        (result,) = self._read([one])
+        return result
+
     def _prefetch(self, keys: Iterable[str]) -> None:
         places = list(dict.fromkeys(map(self._layout.key, keys)))
         ranges = [{"key": encode(place), "keys_only": not self._wants_values} for place in places]
@@ -175,8 +179,8 @@ class EtcdContents(StoredContents):
     def _find(self, place: bytes, *, with_value: bool) -> _Found:
         found = self._found.get(place)
         if found is None or (with_value and found.modified and not found.data):
-            ranges = [{"key": encode(place), "keys_only": not with_value}]
-            found = self._found[place] = _first(self._read(ranges)[0])[1]
+            result = self._read_one({"key": encode(place), "keys_only": not with_value})
+            found = self._found[place] = _first(result)[1]
         return found
 
     def has(self, key: str) -> bool:
@@ -200,8 +204,7 @@ class EtcdContents(StoredContents):
         number, count = stored.parts
         parts = []
         for index in range(count):  # one by one: together, they may be more than a reply can hold
-            (result,) = self._read([{"key": encode(self._layout.part(number, index))}])
-            parts.append(_first(result)[1].data)
+            parts.append(_first(self._read_one({"key": encode(self._layout.part(number, index))}))[1].data)
         return b"".join(parts)
 
     @property
@@ -210,25 +213,14 @@ class EtcdContents(StoredContents):
         start = self._layout.keys
         # Those of the library begin with a zero byte, so all others come behind them.
         first = start + bytes([INTERNAL_PREFIX.encode()[0] + 1])
-        (result,) = self._read(
-            [{"key": encode(first), "range_end": encode(after_prefix(start)), "count_only": True}]
-        )
+        result = self._read_one({**range_of(start, count_only=True), "key": encode(first)})
         return int(result.get("count", 0)) + self.has("")
 
     def keys(self, prefix: str) -> list[str]:
         """The sorted keys that begin with ``prefix``; internal keys only if ``prefix`` is internal."""
         known = self._prefixed.get(prefix)
         if known is None:
-            start = self._layout.key(prefix)
-            (result,) = self._read(
-                [
-                    {
-                        "key": encode(start),
-                        "range_end": encode(after_prefix(start)),
-                        "keys_only": not self._wants_values,
-                    }
-                ]
-            )
+            result = self._read_one(range_of(self._layout.key(prefix), keys_only=not self._wants_values))
             pairs = [
                 (decode(kv["key"])[len(self._layout.keys) :].decode(), decode(kv.get("value")))
                 for kv in result.get("kvs", ())
@@ -243,18 +235,9 @@ class EtcdContents(StoredContents):
     def first_item(self, name: str) -> tuple[bytes, _Found] | None:
         """The place of the first item of the queue ``name``, and what is there; None if it is empty."""
         if name not in self._items:
-            (result,) = self._read(
-                [
-                    {
-                        **self._range_of(name),
-                        "limit": 1,
-                        "sort_order": "ASCEND",
-                        "sort_target": "CREATE",
-                        "keys_only": not self._wants_items,
-                    }
-                ]
-            )
-            place, found = _first(result)
+            first = {"limit": 1, "sort_order": "ASCEND", "sort_target": "CREATE"}
+            items = range_of(self._layout.queue(name), keys_only=not self._wants_items)
+            place, found = _first(self._read_one({**items, **first}))
             self._items[name] = (place, found) if found.modified else None
         return self._items[name]
 
@@ -262,12 +245,7 @@ class EtcdContents(StoredContents):
         return self.first_item(name) is not None
 
     def queue(self, name: str) -> range:
-        (result,) = self._read([{**self._range_of(name), "count_only": True}])
-        return range(int(result.get("count", 0)))
-
-    def _range_of(self, name: str) -> dict[str, Any]:
-        prefix = self._layout.queue(name)
-        return {"key": encode(prefix), "range_end": encode(after_prefix(prefix))}
+        return range(int(self._read_one(range_of(self._layout.queue(name), count_only=True)).get("count", 0)))
 
     # ---- writing ----------------------------------------------------------------------------------------
 
@@ -303,10 +281,7 @@ class EtcdContents(StoredContents):
     def comparisons(self) -> list[dict[str, Any]]:
         """What must hold so that nothing that was read has changed."""
         read = {**self._found, **dict(self._popped)}
-        return [
-            {"key": encode(place), "target": "MOD", "result": "EQUAL", "mod_revision": found.modified}
-            for place, found in read.items()
-        ]
+        return [unchanged(place, found.modified) for place, found in read.items()]
 
     def operations(self, save: Save) -> list[dict[str, Any]]:
         """What the transaction is to do; ``save`` is called before."""
@@ -352,10 +327,7 @@ class Deletion:
 
     def operations(self, save: Save) -> list[dict[str, Any]]:
         """What the transaction is to do."""
-        return [
-            {"request_delete_range": {"key": encode(prefix), "range_end": encode(after_prefix(prefix))}}
-            for prefix in self._prefixes
-        ]
+        return [{"request_delete_range": range_of(prefix)} for prefix in self._prefixes]
 
 
 def bundled(parts: Sequence[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
