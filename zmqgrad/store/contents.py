@@ -10,11 +10,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Container, Sized
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from zmqgrad.store.effects import Notification
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Prefix, Target, prefix_matches
 from zmqgrad.wire.messages import KeyCreated, KeyDeleted, KeyUpdated, PrefixChanged
+
+if TYPE_CHECKING:
+    from zmqgrad.store.journal import Journal
 
 MAX_NOTIFICATION_VALUE_BYTES = 64 << 10
 """Larger values are left out of notifications (None), and clients read them."""
@@ -35,22 +38,6 @@ class ByName(Container[str], Protocol[T_co]):
 
     def __getitem__(self, name: str, /) -> T_co: ...
     def get(self, name: str, /) -> T_co | None: ...
-
-
-class Recorder(Protocol):
-    """Records each change of :class:`Contents` persistently."""
-
-    def put(self, key: str, value: bytes) -> None:
-        """``key`` was set."""
-
-    def delete(self, key: str) -> None:
-        """``key`` was deleted."""
-
-    def push(self, name: str, item: Item) -> None:
-        """``item`` was pushed to the queue ``name``."""
-
-    def delivered(self, item: Item) -> None:
-        """``item`` has left its queue for good."""
 
 
 class Storage(Protocol):
@@ -84,7 +71,7 @@ class Contents:
         """Number of changes of keys and queues."""
         self.values: dict[str, bytes] = {}
         self.queues: dict[str, deque[Item]] = {}  # only non-empty ones
-        self.recorder: Recorder | None = None
+        self.recorder: Journal | None = None
         """Records each change; None: nothing does."""
         self.last_item = 0
         self._num_internal = 0

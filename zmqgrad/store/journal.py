@@ -39,7 +39,7 @@ _IDS = 1 << 64
 class Journal:
     """The journal at ``path``, created if missing; one process uses it at a time.
 
-    It is a :class:`~zmqgrad.store.contents.Recorder`: changes are written at :meth:`commit`.
+    It records each change of the contents that it has loaded; the changes are written at :meth:`commit`.
 
     Args:
         sync: flush the disk at each commit.
