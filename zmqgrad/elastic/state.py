@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass, field
+from typing import get_type_hints
 
 import msgspec
 
@@ -76,23 +77,15 @@ class RendezvousState:
     heartbeats: int = 0
 
 
-class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON form: an object whose keys are strings; what has no order is sorted."""
+_TYPES = get_type_hints(RendezvousState)
+_BY_NODE = [name for name, kind in _TYPES.items() if kind == dict[NodeDesc, int]]
 
-    version: int
-    round: int
-    complete: bool
-    closed: bool
-    retired: bool
-    deadline: int | None
-    last_calls: int
-    participants: list[tuple[NodeDesc, int]]
-    wait_list: list[NodeDesc]
-    last_heartbeats: list[tuple[NodeDesc, int]]
-    completed_ranks: list[tuple[NodeDesc, int]]
-    store_address: str
-    settings: str
-    heartbeats: int
+_Encoded = msgspec.defstruct(
+    "_Encoded",
+    {"version": int, **_TYPES, **dict.fromkeys(_BY_NODE, list[tuple[NodeDesc, int]])}.items(),
+    forbid_unknown_fields=True,
+)
+"""The JSON form: an object whose keys are strings; what has no order is sorted."""
 
 
 class _Version(msgspec.Struct):
@@ -126,7 +119,7 @@ def decode(data: bytes) -> RendezvousState:
         raise RendezvousStateError(f"the state of the rendezvous is malformed: {e}") from e
     fields = msgspec.structs.asdict(encoded)
     del fields["version"]
-    for name in ("participants", "last_heartbeats", "completed_ranks"):
+    for name in _BY_NODE:
         fields[name] = dict(fields[name])
     return RendezvousState(**fields)
 
