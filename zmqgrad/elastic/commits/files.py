@@ -120,10 +120,10 @@ def write(directory: Path, number: int, rank: int, shards: int, origin: int, dat
         directory.mkdir(parents=True, exist_ok=True)
         _remove_partial(directory, rank)
         try:
-            with open(partial, "wb", buffering=0) as file:
-                for left in (data, memoryview(trailer)):
-                    while left:
-                        left = left[file.write(left) :]
+            with open(partial, "wb") as file:
+                file.write(data)
+                file.write(trailer)
+                file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
         except BaseException:
