@@ -407,7 +407,7 @@ class Lifecycle:
 
     def _describe_restart(self, failure: Failure) -> str:
         where = f" of node {failure.node_rank}" if self._is_distributed else ""
-        how = _describe_code(failure)
+        how = describe_code(failure.code)
         restart = f"restart {self._restarts + 1} of {self._max_restarts}"
         return f"worker {failure.rank}{where} failed ({how}), {restart}"
 
@@ -420,11 +420,12 @@ _IN_ROUND = (Phase.RUNNING, Phase.STOPPING, Phase.HOLDING, Phase.SUCCEEDED)
 
 def _describe(failure: Failure) -> str:
     where = f"node {failure.node_rank}{' at ' if failure.host else ''}{failure.host}"
-    return f"worker {failure.rank} of {where} ({_describe_code(failure)})"
+    return f"worker {failure.rank} of {where} ({describe_code(failure.code)})"
 
 
-def _describe_code(failure: Failure) -> str:
-    return f"exit code {failure.code}" if failure.code > 0 else f"killed by {signal_name(-failure.code)}"
+def describe_code(code: int) -> str:
+    """An exit code in words; minus a signal: that killed the worker."""
+    return f"exit code {code}" if code > 0 else f"killed by {signal_name(-code)}"
 
 
 def describe(place: Placement) -> str:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from zmqgrad.elastic.agent.consequences import lost_peer
-from zmqgrad.elastic.agent.lifecycle import Result, signal_name
+from zmqgrad.elastic.agent.lifecycle import Result, describe_code, signal_name
 from zmqgrad.elastic.agent.supervision import Outcome
 from zmqgrad.elastic.agent.workers import Tail
 
@@ -21,7 +21,7 @@ _MAX_SUMMARY = 300
 _ON_WORKER = re.compile(r"On WorkerInfo\(id=\d+, name=(.*?)\)")
 """How the text of an exception of another worker begins, and the log of it there."""
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: "the system may have run out of memory",
     signal.SIGSEGV: "PYTHONFAULTHANDLER=1 makes Python print the traceback",
     signal.SIGABRT: "PYTHONFAULTHANDLER=1 makes Python print the traceback",
@@ -108,10 +108,8 @@ def last_traceback(lines: Sequence[str]) -> list[str]:
 
 
 def _describe_exit(code: int) -> str:
-    if code > 0:
-        return f"exit code {code}"
-    hint = _HINTS.get(signal.Signals(-code)) if -code in set(signal.Signals) else None
-    return f"killed by {signal_name(-code)}" + (f" ({hint})" if hint else "")
+    hint = _HINTS.get(-code)
+    return describe_code(code) + (f" ({hint})" if hint else "")
 
 
 def summary(lines: Sequence[str]) -> str:
