@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, most_common
 from zmqgrad.trace.findings.load import Load
 from zmqgrad.trace.labels import ends, show_time
-from zmqgrad.trace.model import Call, Message
+from zmqgrad.trace.model import Call
 
 FAILING_CALLS, FAILING_SHARE = 3, 0.1
 """A function that fails so many times, and in such a share of its calls, is a finding."""
@@ -52,14 +52,12 @@ def slow_calls(load: Load) -> Iterator[Finding]:
 
 def _parts(call: Call) -> Iterator[str]:
     """Where the time of a call went."""
-    request, reply = call.request, call.reply or Message(0, 0)
-    if call.sending:
-        yield f"{show_time(call.sending)} to serialize and copy"
-    for begin, end, what in (
-        (0, request.transfer, "to arrive"),
-        (request.received, call.started, "in the queue"),
-        (call.started, None if call.running is None else (call.started or 0) + call.running, "running"),
-        (0, reply.transfer, "for the reply"),
+    for took, what in (
+        (call.sending or None, "to serialize and copy"),
+        (call.request.transfer, "to arrive"),
+        (call.queued, "in the queue"),
+        (call.running, "running"),
+        (call.reply.transfer if call.reply is not None else None, "for the reply"),
     ):
-        if begin is not None and end is not None:
-            yield f"{show_time(end - begin)} {what}"
+        if took is not None:
+            yield f"{show_time(took)} {what}"
