@@ -20,9 +20,9 @@ from zmqgrad.elastic.agent.events import (
     ReportExits,
     ReportFailure,
 )
-from zmqgrad.elastic.agent.lifecycle import Effect, Event, GroupEnded, Lifecycle, Phase, StopWorkers
+from zmqgrad.elastic.agent.lifecycle import Effect, Event, GroupEnded, Lifecycle, Phase
 from zmqgrad.elastic.agent.ranks import NodeInfo, place
-from zmqgrad.elastic.agent.supervision import Outcome, WorkerExited
+from zmqgrad.elastic.agent.supervision import Outcome, StopWorkers, WorkerExited
 
 ERRORS = (("ValueError: no answer",), ("zmqgrad.errors.PeerLostError: w0 is gone",))
 

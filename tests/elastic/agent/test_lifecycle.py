@@ -33,17 +33,15 @@ from zmqgrad.elastic.agent.lifecycle import (
     GroupEnded,
     Hold,
     HoldEnded,
-    Interrupted,
     LeaseLost,
     Lifecycle,
     Phase,
     Result,
     Say,
     StartWorkers,
-    StopWorkers,
 )
 from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, place
-from zmqgrad.elastic.agent.supervision import Outcome, WorkerExited
+from zmqgrad.elastic.agent.supervision import Outcome, SignalReceived, StopWorkers, WorkerExited
 from zmqgrad.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -252,9 +250,9 @@ def test_rule_6_a_signal() -> None:
 def test_rule_6_while_it_joins_and_again_while_it_leaves() -> None:
     lifecycle = Lifecycle(3, is_distributed=True)
     lifecycle.begin()
-    assert lifecycle.handle(Interrupted(signal.SIGTERM)) == [Leave(close=False)]
+    assert lifecycle.handle(SignalReceived(signal.SIGTERM)) == [Leave(close=False)]
     assert lifecycle.handle(Joined(placement())) == [], "no worker is started any more"
-    assert lifecycle.handle(Interrupted(signal.SIGTERM)) == [Result(143, interrupted_by=signal.SIGTERM)]
+    assert lifecycle.handle(SignalReceived(signal.SIGTERM)) == [Result(143, interrupted_by=signal.SIGTERM)]
 
 
 def test_rule_7_a_failure_that_follows_a_lost_node_costs_no_restart() -> None:
@@ -279,7 +277,7 @@ def test_rule_7_the_node_that_asks_first_decides() -> None:
 
 def test_rule_7_a_node_that_leaves_does_not_reply() -> None:
     lifecycle = running()
-    assert lifecycle.handle(Interrupted(signal.SIGTERM)) == []
+    assert lifecycle.handle(SignalReceived(signal.SIGTERM)) == []
     assert lifecycle.handle(Asked(0, 0)) == []
     outcome = Outcome(143, interrupted_by=signal.SIGTERM)
     assert lifecycle.handle(GroupEnded(outcome)) == [Leave(close=False)]
@@ -404,7 +402,7 @@ events = st.one_of(
     st.builds(Confirmed, st.integers(0, 3), st.integers(0, 1)),
     st.just(LeaseLost()),
     st.just(HoldEnded()),
-    st.builds(Interrupted, st.sampled_from([signal.SIGINT, signal.SIGTERM])),
+    st.builds(SignalReceived, st.sampled_from([signal.SIGINT, signal.SIGTERM])),
     st.just(Left()),
 )
 
@@ -444,7 +442,7 @@ def test_whatever_happens(data: st.DataObject, max_restarts: int) -> None:
             choices.append(st.just(STOPPED if stopping else SUCCESS))
             choices.append(st.sampled_from([FAILED, LOST_PEER, LOST_STORE]))
         event = data.draw(st.one_of(choices))
-        if are_running and isinstance(event, Interrupted):
+        if are_running and isinstance(event, SignalReceived):
             event = GroupEnded(Outcome(130, interrupted_by=signal.SIGINT))
         if isinstance(event, Joined):
             rounds, is_joining = rounds + 1, False

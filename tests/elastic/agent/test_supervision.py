@@ -15,7 +15,7 @@ from zmqgrad.elastic.agent.supervision import (
     Phase,
     SignalReceived,
     SignalWorkers,
-    StopRequested,
+    StopWorkers,
     Supervisor,
     TimePassed,
     WorkerExited,
@@ -101,24 +101,24 @@ def test_rule_5_a_second_signal_kills_immediately(three: Supervisor) -> None:
 
 def test_rule_6_a_request_is_neither_success_nor_failure(three: Supervisor) -> None:
     three.handle(WorkerExited(1, 0), now=5)
-    assert three.handle(StopRequested(), now=6) == [SignalWorkers((0, 2), signal.SIGTERM)]
+    assert three.handle(StopWorkers(), now=6) == [SignalWorkers((0, 2), signal.SIGTERM)]
     three.handle(WorkerExited(0, 1), now=6.1)
     [outcome] = three.handle(WorkerExited(2, -signal.SIGTERM), now=6.2)
     assert outcome == Outcome(exit_code=0, ended=(0, 2), stopped=True)
 
 
 def test_rule_6_a_request_to_kill(three: Supervisor) -> None:
-    assert three.handle(StopRequested(signal.SIGKILL), now=5) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
-    assert three.handle(StopRequested(signal.SIGKILL), now=5.1) == [], "once is enough"
+    assert three.handle(StopWorkers(signal.SIGKILL), now=5) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
+    assert three.handle(StopWorkers(signal.SIGKILL), now=5.1) == [], "once is enough"
 
 
 def test_rule_6_a_request_to_kill_ends_the_grace_period(three: Supervisor) -> None:
-    three.handle(StopRequested(), now=5)
-    assert three.handle(StopRequested(signal.SIGKILL), now=5.1) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
+    three.handle(StopWorkers(), now=5)
+    assert three.handle(StopWorkers(signal.SIGKILL), now=5.1) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
 
 
 def test_rule_6_a_signal_meanwhile_counts_and_a_second_one_kills(three: Supervisor) -> None:
-    three.handle(StopRequested(), now=5)
+    three.handle(StopWorkers(), now=5)
     assert three.handle(SignalReceived(signal.SIGINT), now=5.1) == []
     assert three.handle(SignalReceived(signal.SIGINT), now=5.2) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
     for rank in (0, 1):

@@ -22,13 +22,11 @@ from zmqgrad.elastic.agent.lifecycle import (
     GroupEnded,
     Hold,
     HoldEnded,
-    Interrupted,
     LeaseLost,
     Lifecycle,
     Result,
     Say,
     StartWorkers,
-    StopWorkers,
 )
 from zmqgrad.elastic.agent.listening import Listener, write_all
 from zmqgrad.elastic.agent.output import Screen
@@ -36,7 +34,7 @@ from zmqgrad.elastic.agent.ranks import Placement
 from zmqgrad.elastic.agent.report import last_traceback, quoted
 from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.elastic.agent.streams import OutputConfig
-from zmqgrad.elastic.agent.supervision import Outcome, SignalReceived, StopRequested
+from zmqgrad.elastic.agent.supervision import Outcome, SignalReceived, StopWorkers
 from zmqgrad.elastic.agent.workers import Tail, Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 
@@ -145,18 +143,15 @@ class _Agent:
 
     def _step(self) -> Result | None:
         """Process everything that has happened."""
-        signums = self._signals.take()
+        signals = [SignalReceived(signum) for signum in self._signals.take()]
         if self._group is not None and self._listener.output_closed and self._group.is_running:
-            signums.append(signal.SIGPIPE)
+            signals.append(SignalReceived(signal.SIGPIPE))
         # First: a node that leaves must not tell the others that it lives, once its workers end.
-        result = self._handle_all([Interrupted(signum) for signum in signums])
-        if self._group is not None:
-            result = result or self._check_group(signums)
-        return result or self._handle_all(self._spec.coordinator.events.take())
+        result = self._handle_all(signals)
+        return result or self._check_group(signals) or self._handle_all(self._spec.coordinator.events.take())
 
-    def _check_group(self, signums: Sequence[int]) -> Result | None:
-        assert self._group is not None
-        outcome = self._group.handle([SignalReceived(signum) for signum in signums])
+    def _check_group(self, events: Sequence[SignalReceived | StopWorkers]) -> Result | None:
+        outcome = None if self._group is None else self._group.handle(events)
         return None if outcome is None else self._on_group_ended(outcome)
 
     def _on_group_ended(self, outcome: Outcome) -> Result | None:
@@ -203,11 +198,9 @@ class _Agent:
                     coordinator.carry_out(effect)
                 case StartWorkers(place):
                     self._start(place)
-                case StopWorkers(signum):
-                    if self._group is not None:
-                        outcome = self._group.handle([StopRequested(signum)])
-                        if outcome is not None:
-                            return self._on_group_ended(outcome)
+                case StopWorkers():
+                    if (result := self._check_group([effect])) is not None:
+                        return result
                 case Hold():
                     self._hold_until = self._clock.now() + coordinator.notice_seconds()
                 case Say(text):

@@ -47,7 +47,7 @@ from zmqgrad.elastic.agent.events import (
     ReportFailure,
 )
 from zmqgrad.elastic.agent.ranks import Placement
-from zmqgrad.elastic.agent.supervision import Outcome
+from zmqgrad.elastic.agent.supervision import Outcome, SignalReceived, StopWorkers
 from zmqgrad.errors import RendezvousGracefulExitError, RendezvousTimeoutError
 
 EXIT_FAILED = 1
@@ -71,14 +71,7 @@ class LeaseLost:
     """Event: this node may not belong to its round any more."""
 
 
-@dataclass(frozen=True)
-class Interrupted:
-    """Event: the agent received a signal. If it has workers, GroupEnded follows."""
-
-    signum: int
-
-
-Event = CoordinatorEvent | GroupEnded | HoldEnded | LeaseLost | Interrupted
+Event = CoordinatorEvent | GroupEnded | HoldEnded | LeaseLost | SignalReceived
 
 
 @dataclass(frozen=True)
@@ -86,13 +79,6 @@ class StartWorkers:
     """Effect: start the workers."""
 
     place: Placement
-
-
-@dataclass(frozen=True)
-class StopWorkers:
-    """Effect: end the workers with ``signum``."""
-
-    signum: int = signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -206,8 +192,8 @@ class Lifecycle:
                 return self._on_hold_ended()
             case LeaseLost():
                 return self._on_lease_lost()
-            case Interrupted(signum):
-                return self._on_interrupted(signum)
+            case SignalReceived(signum):
+                return self._on_signal(signum)
             case Left():
                 return self._finish() if self.phase is Phase.LEAVING else []
 
@@ -313,7 +299,7 @@ class Lifecycle:
         )
         return [*([] if said else [Say(text)]), StopWorkers(signal.SIGKILL)]
 
-    def _on_interrupted(self, signum: int) -> list[Effect]:
+    def _on_signal(self, signum: int) -> list[Effect]:
         self._has_signal = True
         if self.phase in (Phase.RUNNING, Phase.STOPPING):
             return []

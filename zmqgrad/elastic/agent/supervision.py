@@ -37,14 +37,17 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class SignalReceived:
-    """Event: the launcher itself received a signal to stop."""
+    """Event: the launcher itself received a signal to stop. GroupEnded follows, if it has workers."""
 
     signum: int
 
 
 @dataclass(frozen=True)
-class StopRequested:
-    """Event: the group must end, because its round does. ``signum``: SIGTERM, or SIGKILL without grace."""
+class StopWorkers:
+    """Event: the group must end, because its round does. ``signum``: SIGTERM, or SIGKILL without grace.
+
+    An effect of :mod:`~zmqgrad.elastic.agent.lifecycle`.
+    """
 
     signum: int = signal.SIGTERM
 
@@ -54,7 +57,7 @@ class TimePassed:
     """Event: time has passed."""
 
 
-Event = WorkerExited | SignalReceived | StopRequested | TimePassed
+Event = WorkerExited | SignalReceived | StopWorkers | TimePassed
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Supervisor:
                 return self._on_exit(event, now)
             case SignalReceived(signum):
                 return self._on_signal(signum, now)
-            case StopRequested(signum):
+            case StopWorkers(signum):
                 return self._on_stop(signum, now)
             case TimePassed():
                 return self._on_time(now)
