@@ -163,9 +163,15 @@ def test_sends_that_no_backward_pass_reaches_are_named(tmp_path: Path) -> None:
 
 
 def test_only_the_chosen_time_is_shown(tmp_path: Path) -> None:
-    two(tmp_path, 100, skew=0, clock="boot")  # a call every 10 ms
-    _, columns = data_of(render(Job(tmp_path), since=0.495, until=0.695))
+    a, _ = two(tmp_path, 100, skew=0, clock="boot")  # a call every 10 ms
+    a.add(events.WaitBegun, 900 * MS, 1, 7)
+    a.write()
+    page = tmp_path / "page.html"
+    options = ["--since", "0.495", "--until", "0.695", "-o", str(page)]
+    assert main(["trace", "report", str(tmp_path), *options]) == 0
+    _, columns = data_of(page.read_bytes())
     assert len(columns["step"]) == 40
+    assert len(columns["waitBegun"]) == 0
 
 
 def test_too_many_messages_are_refused_with_the_remedy(

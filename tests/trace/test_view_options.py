@@ -95,10 +95,12 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, arguments: tuple
     assert caught.value.code == 2
 
 
-def test_a_part_without_messages_makes_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_outside_of_the_job_makes_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     two(tmp_path, 3, skew=0, clock="boot")
     assert run("report", tmp_path, "--since", "900") == 1
-    assert "has no messages of the chosen time" in capsys.readouterr().err
+    assert "has nothing of the chosen time" in capsys.readouterr().err
 
 
 def test_a_log_or_a_directory_above_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

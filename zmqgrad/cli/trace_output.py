@@ -156,13 +156,11 @@ def read_job(arguments: argparse.Namespace) -> Job:
     job = Job(directory, arguments.job, on_read=Progress(directory).add)
     job.cut_live(is_live)
     given = vars(arguments)
-    if "last" not in given:
-        return job
     part = {name: given[name] for name in ("since", "until", "last") if given.get(name) is not None}
     events = sum(process.events for process in job.processes)
     if part:
         job.choose_part(**part)
-    elif events > MANY_EVENTS:
+    elif events > MANY_EVENTS and "last" in given:
         note(f"the trace has {events:,} events, which takes minutes to read: --last SECONDS reads its end")
     return job
 

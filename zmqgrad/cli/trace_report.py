@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 
 from zmqgrad.cli.trace_output import add_view_arguments, open_job, output_file, output_path
 from zmqgrad.runtime.clock import monotonic_ns
@@ -18,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Write the page, print where it is, and return the exit code."""
     began = monotonic_ns()
-    page = render(open_job(arguments), since=arguments.since or 0.0, until=arguments.until or math.inf)
+    page = render(open_job(arguments))
     path = output_path(arguments, "report.html")
     with output_file(path) as file:
         file.write(page)

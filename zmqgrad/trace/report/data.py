@@ -48,35 +48,27 @@ _TYPED_ARRAYS = {"B": "Uint8", "H": "Uint16", "h": "Int16", "I": "Uint32", "i": 
 class Report:
     """The data of a page: columns of messages and waits, and what fits into JSON."""
 
-    def __init__(self, job: Job, since: float = 0.0, until: float = float("inf")) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self.actors = Actors(job.actors())
         self._start, self._end = job.span()
         self._lost = 0
-        self._window = (self._start + since * 1e9, self._start + until * 1e9)
-        self.messages = Messages(self.actors, self._chosen())
-        if not len(self.messages) and (since > 0 or until < float("inf")):
-            seconds = (self._end - self._start) / 1e9
-            raise TraceError(f"{job.directory} has no messages of the chosen time: it has {seconds:.1f} s")
+        self.messages = Messages(self.actors, self._shown())
         self.activity = Activity(self.messages)
         survey = Survey(job, also=self.activity)
         self.activity.waits.sort(key=lambda w: w.since)
         self._waits, self.findings = survey.waits, survey.findings(notes=True)
         self._tick = max(1, -(-(self._end - self._start) // (MAX_UINT32 - 1)))
 
-    def _chosen(self) -> Iterator[Message]:
-        since, until = self._window
-        count = 0
-        for message in self._job.messages():
-            if since <= message.time <= until:
-                count += 1
-                self._lost += is_lost(self._job, message)
-                if count > MAX_MESSAGES:
-                    raise TraceError(
-                        f"{self._job.directory} has more than {MAX_MESSAGES:,} messages, which is more than "
-                        "a page can show: choose a part of it with --since and --until"
-                    )
-                yield message
+    def _shown(self) -> Iterator[Message]:
+        for count, message in enumerate(self._job.messages()):
+            if count == MAX_MESSAGES:
+                raise TraceError(
+                    f"{self._job.directory} has more than {MAX_MESSAGES:,} messages, which is more than "
+                    "a page can show: choose a part of it with --since and --until"
+                )
+            self._lost += is_lost(self._job, message)
+            yield message
 
     # ---- columns ----------------------------------------------------------------------------------------
 

@@ -14,18 +14,14 @@ _SCRIPTS = ("data.js", "filter.js", "timeline.js", "details.js", "charts.js", "p
 """In their order: the last one begins to show the page."""
 
 
-def render(job: Job, *, since: float = 0.0, until: float = float("inf")) -> bytes:
+def render(job: Job) -> bytes:
     """Renders the report of ``job`` as HTML.
-
-    Args:
-        since: leaves out messages that were sent earlier, in seconds from the start of the job.
-        until: leaves out messages that were sent later.
 
     Raises:
         TraceError: if there are more messages than a page can show, or plotly is not installed.
     """
     charts = _charts()  # first, for an error after a minute would be a nuisance
-    return _page(Report(job, since, until).packed(), charts)
+    return _page(Report(job).packed(), charts)
 
 
 def _charts() -> bytes:
