@@ -38,9 +38,10 @@ _seed = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell has its background jobs ignore Ctrl-C, and nohup ignores SIGHUP; some tests send both.
+    # A shell has its background jobs ignore Ctrl-C and SIGQUIT, and nohup SIGHUP; some tests send them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     # Files of other test runs on this machine are none of our business, so ours get a place of their own.
     directory = tempfile.mkdtemp(prefix="zg-tests-")
     os.environ["TMPDIR"] = tempfile.tempdir = directory
