@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from itertools import islice
+from itertools import cycle, islice
+from multiprocessing.queues import SimpleQueue
 from typing import Any, NamedTuple
 
 from zmqgrad.testing.simulation import dynamic_programs, elastic_programs, oracles, programs
@@ -80,13 +82,22 @@ def run(seed: int, kind: str | None = None, *, inline: bool = False) -> Run:
 
 def run_many(seeds: Iterable[int], jobs: int) -> Iterator[Run]:
     """Runs ``seeds`` in so many processes, each of which forks for each seed. Yields each run as it ends."""
-    drawn = iter(seeds)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), logging.disable) as pool:
+    drawn, context = iter(seeds), multiprocessing.get_context("spawn")
+    processors = context.SimpleQueue()
+    for processor in islice(cycle(sorted(os.sched_getaffinity(0))), jobs):
+        processors.put(processor)
+    with ProcessPoolExecutor(jobs, context, _begin, (processors,)) as pool:
         running = {pool.submit(_run_only, seed) for seed in islice(drawn, jobs)}
         while running:
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             running |= {pool.submit(_run_only, seed) for seed in islice(drawn, len(ended))}
             yield from (each.result() for each in ended)
+
+
+def _begin(processors: SimpleQueue[int]) -> None:
+    """In each process. Its threads take turns, and to wake one on another processor takes longer."""
+    logging.disable()
+    os.sched_setaffinity(0, {processors.get()})
 
 
 def _run_only(seed: int) -> Run:
