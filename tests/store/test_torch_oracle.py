@@ -19,6 +19,8 @@ from zmqgrad import store as ours
 
 T = timedelta
 SHORT = timedelta(milliseconds=30)
+SECOND = timedelta(seconds=1)
+"""Torch lets it bound the connection to its own server, too."""
 
 SCRIPT = r"""
 s.set("k", "v")
@@ -145,7 +147,7 @@ PROMISED = {
 
 STARTS = {
     'm.TCPStore("127.0.0.1", 1, is_master=False, timeout=SHORT)': ("timed out",),
-    'm.TCPStore("127.0.0.1", 0, 2, True, SHORT)': ("Timed out after", "waiting for clients"),
+    'm.TCPStore("127.0.0.1", 0, 2, True, SECOND)': ("Timed out after", "waiting for clients"),
     'm.TCPStore("127.0.0.1", taken, is_master=True, wait_for_workers=False)': (
         "EADDRINUSE",
         "address already in use",
@@ -197,7 +199,7 @@ def outcome(line: str, store: Any) -> str:
 def error_of(line: str, **names: Any) -> str:
     """Run ``line``, which raises, and return the text of the error."""
     with pytest.raises(Exception) as caught:  # noqa: PT011  the text is the subject
-        eval(line, {"T": T, "SHORT": SHORT, **names})
+        eval(line, {"T": T, "SHORT": SHORT, "SECOND": SECOND, **names})
     return str(caught.value)
 
 
