@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
 from zmqgrad.store.effects import Notification, Reply
@@ -108,6 +109,10 @@ class Model:
     def exist(self, keys: tuple[str, ...]) -> bool:
         return self.values.keys() | {key for key, queue in self.queues.items() if queue} >= set(keys)
 
+    def shorten(self, index: int, deadline: float) -> None:
+        requester, query, before = self.waiting[index]
+        self.waiting[index] = requester, query, min(before, deadline)
+
     def apply(self, requester: int, query: Any, now: float) -> Counter[Any]:
         said: Counter[Any] = Counter()
         for other, _, deadline in list(self.waiting):
@@ -175,14 +180,23 @@ QUERIES = st.one_of(
 )
 
 
-@given(st.lists(st.tuples(QUERIES, st.sampled_from([0.0, 0.5, 1.0, 3.0])), max_size=60))
-def test_the_state_machine_equals_a_dict(commands: list[tuple[Message, float]]) -> None:
+REPEATED = st.none() | st.tuples(st.integers(0, 60), TIMEOUTS)
+"""Which of the blocked queries is repeated, and with what timeout."""
+
+
+@given(st.lists(st.tuples(QUERIES, st.sampled_from([0.0, 0.5, 1.0, 3.0]), REPEATED), max_size=60))
+def test_the_state_machine_equals_a_dict(
+    commands: list[tuple[Message, float, tuple[int, float] | None]],
+) -> None:
     """(S1), (S2), (S3): the same replies, to the same askers, at the same step."""
     state, model, now = State(), Model(), 0.0
-    askers = {}
-    for requester, (query, pause) in enumerate(commands):
+    for requester, (query, pause, repeated) in enumerate(commands):
         now += pause
-        askers[requester] = query
+        if repeated is not None and model.waiting:
+            index, timeout = repeated[0] % len(model.waiting), repeated[1]
+            blocked, waits_with, _ = model.waiting[index]
+            state.repeat(replace(waits_with, timeout=timeout), blocked, now)
+            model.shorten(index, now + timeout)
         effects = state.expire(now) + state.apply(query, requester, now) + state.expire(now)
         said = Counter((e.requester, repr(plain(e.message))) for e in effects if isinstance(e, Reply))
         assert said == model.apply(requester, query, now)

@@ -193,6 +193,28 @@ def test_a_server_that_was_killed_costs_the_timeout() -> None:
     run_processes(_serve_until_killed, 2, may_die=[0])
 
 
+def _wait_for_a_server_that_was_stopped(rank: int) -> None:
+    with TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, PATIENCE) as store:
+        if rank == 0:
+            store.set("pid", str(os.getpid()))
+            store.get("done")
+            return
+        pid = int(store.get("pid"))
+        os.kill(pid, signal.SIGSTOP)
+        timer = threading.Timer(1.0, os.kill, (pid, signal.SIGCONT))
+        timer.start()
+        with pytest.raises(StoreTimeoutError, match=r"wait timeout after 2 s .*missing: 'never'"):
+            store.wait(["never"], 2.0)
+        timer.join()
+        store.set("done", "")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_server_that_was_stopped_says_what_is_missing_at_the_clients_timeout() -> None:
+    run_processes(_wait_for_a_server_that_was_stopped, 2)
+
+
 def _count_and_watch(rank: int) -> list[int]:
     seen, last = [], threading.Event()
 

@@ -117,9 +117,14 @@ class Connection:
         """An error of the transport as one about ``query``."""
         call = _name(query)
         if isinstance(error, TimeoutError):
+            where = f"{self._host}:{self._port}"
+            text = f"{call} timed out: no store answered at {where} within {seconds:g} s"
+            if self._client.server.was_connected:
+                return StoreTimeoutError(
+                    f"{text}, though one did before: has its process ended, or was it stopped? [{error}]"
+                )
             return StoreTimeoutError(
-                f"{call} timed out: no store answered at {self._host}:{self._port} within {seconds:g} s: is "
-                f"the master running, and is this its address?{why_unknown(self._host)} [{error}]"
+                f"{text}: is the master running, and is this its address?{why_unknown(self._host)} [{error}]"
                 f"{doctor_hint(self._host, self._port)}"
             )
         if isinstance(error, AuthenticationError):

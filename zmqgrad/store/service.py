@@ -110,7 +110,10 @@ class StoreService:
                 entry.route = route
                 self._carry_out([Reply(entry, entry.reply)])
             elif entry.item is None:
-                self._requesters.renew(entry, route, self._now())
+                now = self._now()
+                self._requesters.renew(entry, route, now)
+                self.state.repeat(query, entry, now)
+                self._server.wake_by(self.state.next_deadline())
             else:
                 entry.route = route
                 self._carry_out([Reply(entry, self._deliver_item(entry, entry.queue, entry.item))])

@@ -127,6 +127,10 @@ class State:
         """Forget the query of ``requester`` if it is blocked; it gets no reply."""
         self.wait_queue.cancel(requester)
 
+    def repeat(self, query: Any, requester: Any, now: float) -> None:
+        """Note that ``requester`` has repeated its blocked query: its timeout may end earlier."""
+        self.wait_queue.shorten(requester, now + getattr(query, "timeout", math.inf))
+
     def unwatch(self, target: Target) -> None:
         """Make no more notifications of ``target``."""
         self.contents.unwatch(target)

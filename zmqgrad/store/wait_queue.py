@@ -20,7 +20,7 @@ class BlockedQuery:
     Each has a ``requester`` of its own, which identifies it.
     """
 
-    __slots__ = ("condition", "keys", "next", "query", "requester")
+    __slots__ = ("condition", "deadline", "keys", "next", "query", "requester")
 
     def __init__(self, query: Message, requester: Any, keys: Sequence[str]) -> None:
         self.query = query
@@ -28,6 +28,7 @@ class BlockedQuery:
         self.keys = keys
         self.next = 0
         self.condition: Hashable = None  # None while it does not wait
+        self.deadline = math.inf
 
 
 class WaitQueue:
@@ -47,10 +48,24 @@ class WaitQueue:
         """Let ``blocked`` wait for ``condition`` until ``deadline``."""
         self._by_requester[blocked.requester] = blocked
         self.move(blocked, condition)
+        self._end_by(blocked, deadline)
+
+    def _end_by(self, blocked: BlockedQuery, deadline: float) -> None:
+        blocked.deadline = deadline
         heapq.heappush(self._deadlines, (deadline, next(self._sequence), blocked))
         if len(self._deadlines) > 64 + 2 * len(self):  # mostly of queries that no longer wait
-            self._deadlines = [entry for entry in self._deadlines if entry[2].condition is not None]
+            self._deadlines = [
+                entry
+                for entry in self._deadlines
+                if entry[2].condition is not None and entry[0] == entry[2].deadline
+            ]
             heapq.heapify(self._deadlines)
+
+    def shorten(self, requester: Any, deadline: float) -> None:
+        """Let ``requester``'s query, if it waits, do so no longer than until ``deadline``."""
+        blocked = self._by_requester.get(requester)
+        if blocked is not None and deadline < blocked.deadline:
+            self._end_by(blocked, deadline)
 
     def move(self, blocked: BlockedQuery, condition: Hashable) -> None:
         """Let ``blocked`` wait for ``condition`` instead, behind those that wait for it already."""

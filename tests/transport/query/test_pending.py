@@ -29,6 +29,15 @@ def test_no_wait_exceeds_the_deadline() -> None:
     assert PendingQuery(7, bytearray(), 100.0, 100.25).seconds_to_wait(100.0) == 0.25
 
 
+def test_the_last_call_comes_once() -> None:
+    query = PendingQuery(7, bytearray(), 100.0, 100.5, last_call_at=100.25)
+    assert query.seconds_to_wait(100.0) == 0.25
+    assert not query.must_end(100.2)
+    assert query.must_end(100.3)
+    assert not query.must_end(100.4)
+    assert query.seconds_to_wait(100.25) == 0.25
+
+
 @pytest.mark.parametrize(
     ("number", "message", "is_reply"),
     [

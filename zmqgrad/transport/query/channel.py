@@ -4,6 +4,10 @@ A channel has an id and numbers its queries. It sends by a DEALER; once the serv
 this host, by the fast path (:mod:`~zmqgrad.transport.local`). Connections break and servers restart, so a
 query is repeated until its reply arrives: as soon as the channel has reconnected, and every few seconds. The
 server replies to a repetition as it did before, and drops a waiting query that is no longer repeated.
+
+A query that may wait names a timeout, which the server counts from when it reads the query: late, if either
+was stopped or the way was slow. So at its own deadline the channel repeats it with a timeout of 0, and the
+server replies what is true then.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import math
 import secrets
 import select
 from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import Clock
@@ -95,10 +101,12 @@ class QueryChannel:
                 sent = False
             except ProtocolError:
                 pass  # _complete() decodes it again, and reports the error
-        self._query = PendingQuery(request_id, packet, self._now(), started + seconds)
-        return self._complete(sent, data)
+        waits = getattr(message, "timeout", 0.0)
+        last_call_at = started + waits if waits else math.inf
+        self._query = PendingQuery(request_id, packet, self._now(), started + seconds, last_call_at)
+        return self._complete(message, sent, data)
 
-    def _complete(self, sent: bool, data: bytes | None) -> Message:
+    def _complete(self, message: Message, sent: bool, data: bytes | None) -> Message:
         """Repeats the query until its reply arrives; ``data`` was already received by the fast path."""
         query = self._query
         if self._server.ended:
@@ -113,7 +121,11 @@ class QueryChannel:
             now = self._now()
             if now >= query.deadline:
                 raise TimeoutError(self._explain())
-            if query.must_repeat(now):
+            if query.must_end(now):
+                query.packet = encode(replace(message, timeout=0.0), 0, self.id, query.request_id)
+                self._queued = None
+                self._send()
+            elif query.must_repeat(now):
                 self._repeat()
         if self._accepted is not None and self._dealer is not None:
             self._close_dealer()

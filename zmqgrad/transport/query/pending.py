@@ -27,9 +27,12 @@ class PendingQuery:
         packet: its bytes.
         now: the time.
         deadline: when it fails.
+        last_call_at: when the server is asked for the reply as it is then; infinite if it is never.
     """
 
-    def __init__(self, request_id: int, packet: bytearray, now: float, deadline: float) -> None:
+    def __init__(
+        self, request_id: int, packet: bytearray, now: float, deadline: float, last_call_at: float = math.inf
+    ) -> None:
         self.request_id = request_id
         self.packet = packet
         self.deadline = deadline
@@ -39,16 +42,24 @@ class PendingQuery:
         """Since when the server has refused connections."""
         self._intervals = chain(REPEAT_SECONDS, repeat(REPEAT_SECONDS[-1]))
         self._repeat_at = now + next(self._intervals)
+        self._last_call_at = last_call_at
 
     def seconds_to_wait(self, now: float) -> float:
-        """Returns how long to wait for the reply before :meth:`must_repeat` or the deadline."""
-        return min(self.deadline, self._repeat_at) - now
+        """Returns how long to wait for the reply before one of the following, or the deadline."""
+        return min(self.deadline, self._repeat_at, self._last_call_at) - now
 
     def must_repeat(self, now: float) -> bool:
         """Returns whether the query must be sent again now, and schedules the next repetition if so."""
         if now < self._repeat_at:
             return False
         self._repeat_at = now + next(self._intervals)
+        return True
+
+    def must_end(self, now: float) -> bool:
+        """Returns whether the time that the query itself names has passed. True once."""
+        if now < self._last_call_at:
+            return False
+        self._last_call_at = math.inf
         return True
 
     def receive(self, request_id: int, message: Message) -> bool:
