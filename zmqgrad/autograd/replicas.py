@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zmqgrad.autograd.api import get_context
 from zmqgrad.errors import ArgumentTypeError, AutogradError
-from zmqgrad.store.arguments import as_list
+from zmqgrad.runtime.arguments import as_list
 
 
 def allreduce_gradients(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -11,12 +10,10 @@ from pathlib import Path
 
 from zmqgrad.environment import MAX_PORT
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.runtime.arguments import check_integer, check_seconds
 
 STATIC_PORT = 29500
 """Where nodes meet at ``master_addr``, unless ``master_port`` is set; as with torchrun."""
-
-MAX_SECONDS = 1e12
-"""Except if there is no limit: infinity."""
 
 START_METHODS = ("spawn", "fork", "forkserver")
 
@@ -189,20 +186,3 @@ def _as_path(name: str, value: object) -> Path:
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigurationError(f"{name} is {value!r}; it must be a path")
     return Path(value)
-
-
-def check_seconds(name: str, value: object, least: float = 0.001) -> None:
-    """Raise ConfigurationError unless ``value`` is a number of seconds that is at least ``least``."""
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not valid or not (least <= value < MAX_SECONDS or value == math.inf):  # type: ignore[operator]
-        raise ConfigurationError(
-            f"{name} is {value!r:.60}; it must be a number of seconds, at least {least:g}"
-        )
-
-
-def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raise ConfigurationError unless ``value`` is an integer from ``least`` to ``most``; None: no limit."""
-    valid = isinstance(value, int) and not isinstance(value, bool)
-    if not valid or value < least or (most is not None and value > most):  # type: ignore[operator]
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ConfigurationError(f"{name} is {value!r}; it must be an integer, {bounds}")

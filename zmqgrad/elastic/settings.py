@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zmqgrad.elastic.launch_config import check_integer, check_seconds
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.runtime.arguments import check_integer, check_seconds
 
 MAX_ATTEMPTS = 1_000_000
 LEAST_INTERVAL_SECONDS = 0.01

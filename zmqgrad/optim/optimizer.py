@@ -13,8 +13,7 @@ from zmqgrad.optim.groups import ParamGroup, RemoteParameters
 from zmqgrad.optim.local import Group, LocalOptimizer, Sharing, make
 from zmqgrad.optim.owners import as_list, call_method, call_owners, check_owners, group_by_owner
 from zmqgrad.rpc import RRef
-from zmqgrad.rpc.futures import check_callable
-from zmqgrad.store.arguments import as_integer
+from zmqgrad.runtime.arguments import as_integer, check_callable
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from zmqgrad.errors import ConfigurationError, RpcError
 from zmqgrad.rpc import RRef, get_worker_info, rpc_async
-from zmqgrad.store import arguments
+from zmqgrad.runtime import arguments
 
 
 def as_list(params_rref: Iterable[Any], name: str = "params_rref") -> list[Any]:

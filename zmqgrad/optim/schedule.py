@@ -11,7 +11,7 @@ from zmqgrad.optim.local import LocalOptimizer
 from zmqgrad.optim.optimizer import DistributedOptimizer
 from zmqgrad.optim.owners import call_owners, check_owners
 from zmqgrad.rpc import RRef
-from zmqgrad.rpc.futures import check_callable
+from zmqgrad.runtime.arguments import check_callable
 
 
 def _make(local: RRef[LocalOptimizer], make: Callable[..., Any], args: Any, kwargs: Any) -> RRef[Any]:

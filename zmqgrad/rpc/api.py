@@ -22,7 +22,7 @@ from zmqgrad.rpc.backend_registry import construct_rpc_backend_options, init_bac
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker, set_default_worker
 from zmqgrad.rpc.debug import debug_info
-from zmqgrad.rpc.futures import RpcFuture, check_callable
+from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.in_flight import is_serving
 from zmqgrad.rpc.membership.bootstrap import join_group, shared_name
 from zmqgrad.rpc.membership.events import JoinCallback, LossCallback
@@ -52,6 +52,7 @@ from zmqgrad.rpc.torch_names import _thread_local_var as _thread_local_var
 from zmqgrad.rpc.torch_names import _wait_all as _wait_all
 from zmqgrad.rpc.torch_names import _wait_all_workers as _wait_all_workers
 from zmqgrad.rpc.torch_names import note_future
+from zmqgrad.runtime.arguments import check_callable
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.exit import run_at_exit

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from zmqgrad.errors import ArgumentTypeError, ClosedError, RpcError
+from zmqgrad.errors import ClosedError, RpcError
 from zmqgrad.rpc.calls import Description, describe, refused_wait
 from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
 from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
+from zmqgrad.runtime.arguments import check_callable
 from zmqgrad.runtime.blocking import check_may_wait, may_wait_for_others
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.thread_pool import Task
@@ -153,16 +154,6 @@ class PythonFuture(torch.futures.Future[T]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'done' if self.done() else 'pending'}>"
-
-
-def check_callable(callback: object, what: str = "A callback") -> None:
-    """Check that ``callback`` can be called. An error says ``what`` it is.
-
-    Raises:
-        ArgumentTypeError: if it cannot.
-    """
-    if not callable(callback):
-        raise ArgumentTypeError(f"incompatible function arguments. {what} must be callable, not {callback!r}")
 
 
 class RpcFuture(PythonFuture[T]):

@@ -20,10 +20,10 @@ from zmqgrad.rpc.groups.future import GroupFuture, in_order
 from zmqgrad.rpc.groups.sending import same_for_all
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.torch_internals import CppFuture
+from zmqgrad.runtime.arguments import as_list
 from zmqgrad.runtime.blocking import check_may_wait
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise, countdown
-from zmqgrad.store.arguments import as_list
 
 T = TypeVar("T")
 F = TypeVar("F")

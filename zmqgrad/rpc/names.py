@@ -26,10 +26,10 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.directory import Follower, key_of
-from zmqgrad.rpc.futures import check_callable
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.arguments import check_callable
 from zmqgrad.runtime.clock import Deadline
 
 _PREFIX = "names/"

@@ -20,15 +20,15 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.directory import key_of
-from zmqgrad.rpc.futures import PythonFuture, check_callable
+from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.publishing import PREFIX, Announcement, Slice, fetch_version, take_parts
 from zmqgrad.rpc.raising import copy_exception
 from zmqgrad.rpc.relaying import fetch
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.arguments import as_integer, check_callable
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
-from zmqgrad.store.arguments import as_integer
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Validation of arguments: lists and integers, and the keys, values and timeouts of stores.
+"""Validation of the keys, values and timeouts of stores.
 
 A key is text. As in torch, it may also be bytes that are not valid UTF-8: the character U+10FF00 + ``b``
 represents an invalid byte ``b``, so that ``list_keys`` can return the key, and calls accept the result. The
@@ -7,15 +7,12 @@ surrogate escapes of Python's file names (``os.listdir``) are accepted for the s
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
 
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
+from zmqgrad.runtime.arguments import as_list
 from zmqgrad.wire.messages import MAX_KEY, MAX_KEYS, MAX_VALUE
-
-T = TypeVar("T")
 
 Timeout = timedelta | float
 
@@ -27,29 +24,6 @@ MAX_SHOWN = 200
 _ESCAPE = 0x10FF00
 _PYTHON_ESCAPE = 0xDC00
 """Offsets of the characters that represent bytes: here, and in Python's surrogate escapes."""
-
-
-def as_list(values: Iterable[T], expected: str) -> list[T]:
-    """Check that ``values`` are several, and return them as a list. An error begins with ``expected``.
-
-    Raises:
-        ArgumentTypeError: if they are not, or are a string.
-    """
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ArgumentTypeError(f"{expected}, not the {type(values).__name__} {values!r:.60}")
-    return list(values)
-
-
-def as_integer(value: Any, what: str) -> int:
-    """Check that ``value`` is an integer, and return it as an int. An error begins with ``what`` it is.
-
-    Raises:
-        ArgumentTypeError: if it is not.
-    """
-    try:
-        return int(operator.index(value))  # a bool or a numpy integer becomes an int
-    except TypeError:
-        raise ArgumentTypeError(f"{what} must be an int, not {type(value).__name__}") from None
 
 
 def as_key(key: str | bytes) -> str:

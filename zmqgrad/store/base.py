@@ -21,8 +21,9 @@ from zmqgrad.errors import (
     StoreError,
     StoreTimeoutError,
 )
+from zmqgrad.runtime.arguments import as_integer, as_list
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.arguments import Timeout, as_integer, as_key, as_keys, as_list, as_value, seconds_of
+from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.effects import MAX_BATCH_BYTES
 from zmqgrad.store.events import (
     IGNORE_EVENTS,

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from zmqgrad import environment
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError, StoreTimeoutError
+from zmqgrad.runtime.arguments import as_integer
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import check_port, connecting_address, listening_address
-from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout, as_integer
+from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.base import Store
 from zmqgrad.store.connection import Connection
 from zmqgrad.store.events import EventHandler

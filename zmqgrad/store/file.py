@@ -6,7 +6,8 @@ import itertools
 import os
 
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
-from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout, as_integer
+from zmqgrad.runtime.arguments import as_integer
+from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.file_connection import FileConnection
 from zmqgrad.store.sqlite import absolute, check_file_system
 from zmqgrad.store.transactional import TransactionalStore

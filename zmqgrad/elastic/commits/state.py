@@ -14,8 +14,8 @@ from zmqgrad import environment
 from zmqgrad.elastic.commits import files
 from zmqgrad.elastic.commits.agreement import REPLICATED, Choice
 from zmqgrad.elastic.commits.connection import Commits, Room, connect
-from zmqgrad.elastic.launch_config import check_seconds
 from zmqgrad.errors import CommitError, ConfigurationError
+from zmqgrad.runtime.arguments import check_seconds
 from zmqgrad.runtime.clock import Deadline
 
 WAIT_SECONDS = 300.0

@@ -29,7 +29,7 @@ from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.store.arguments import as_list
+from zmqgrad.runtime.arguments import as_list
 
 T = TypeVar("T")
 

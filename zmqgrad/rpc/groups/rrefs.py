@@ -18,7 +18,7 @@ from zmqgrad.rpc.rref.proxies import Proxy, call_method
 from zmqgrad.rpc.serialization.context import SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_arguments, to_args
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.store.arguments import as_list
+from zmqgrad.runtime.arguments import as_list
 from zmqgrad.wire.messages import RRefFetch
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError, WorkerNameError
-from zmqgrad.store.arguments import as_list
+from zmqgrad.runtime.arguments import as_list
 from zmqgrad.wire.ids import MAX_WORKER
 
 MAX_NAME = 128
