@@ -13,7 +13,8 @@ from zmqgrad import rpc
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.testing.simulation import Run, SimulationFailed, __main__, simulate
 from zmqgrad.testing.simulation.campaign import Faults
-from zmqgrad.testing.simulation.drawn_jobs import kind_of
+from zmqgrad.testing.simulation.drawn_jobs import kind_of, run_many
+from zmqgrad.testing.simulation.drawn_jobs import run as run_drawn
 
 
 def exchange(rank: int) -> int:
@@ -88,6 +89,13 @@ def test_a_race_of_the_program_is_found_and_repeated() -> None:
     with pytest.raises(SimulationFailed, match=r"the balance is -[12]\b") as repeated:
         simulate(transfers, workers=2, seeds=[seed])
     assert repeated.value.run.digest == failed.value.run.digest
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_seed_of_a_campaign_is_the_same_schedule_when_it_runs_alone() -> None:
+    [found] = run_many([1], 1)  # on one processor, without a log
+    assert found.digest == run_drawn(1).digest
 
 
 def test_a_campaign_names_each_seed_that_fails_and_how_to_repeat_it(

@@ -114,8 +114,9 @@ class SimulationFailed(AssertionError):
         self.run = run
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache  # torch keeps what the copies of modules register, so to forget one would not free it
 def _world(workers: int, hosts: tuple[str, ...], also: tuple[str, ...]) -> World:
+    """Makes the processes, which takes about a second; each run has a fork of them."""
     return World(workers, hosts, also)
 
 

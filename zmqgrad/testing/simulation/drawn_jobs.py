@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
 import os
@@ -95,8 +96,12 @@ def run_many(seeds: Iterable[int], jobs: int) -> Iterator[Run]:
 
 
 def _begin(processors: SimpleQueue[int]) -> None:
-    """In each process. Its threads take turns, and to wake one on another processor takes longer."""
-    logging.disable()
+    """In each process. Its threads take turns, and to wake one on another processor takes longer.
+
+    Warnings are written nowhere, but written: the text of one may take a lock, which is a point, so without
+    them a seed would be another schedule than when it runs again.
+    """
+    logging.getLogger().addHandler(logging.StreamHandler(io.StringIO()))
     os.sched_setaffinity(0, {processors.get()})
 
 

@@ -38,6 +38,9 @@ COPIED = ["autograd", "nn", "optim", "rendezvous", "rpc", "runtime", "store", "t
 
 NOT_COPIED = "zmqgrad.testing.simulation"
 
+PROCESSORS = frozenset({0, 1})
+"""What a process sees, whatever the machine has: how long threads spin depends on it, and a seed must not."""
+
 SPIN_SECONDS = 1e-3
 """How long a thread that yields the processor lets the others run."""
 
@@ -88,6 +91,8 @@ class Process:
             getpid=lambda: self.pid,
             urandom=self.entropy.randbytes,
             register_at_fork=lambda **hooks: None,
+            cpu_count=lambda: len(PROCESSORS),
+            sched_getaffinity=lambda pid: PROCESSORS,
             kill=self.world.kill_pid,
             _exit=lambda status: self.end(),
         )
