@@ -70,7 +70,7 @@ def program(rank: int) -> None:
             _stay_once(rng, least, settings) if by_url else _stay_for_rounds(rng, least, settings)
         with suppress(StoreError):
             done.set(f"done/{rank}", "")
-            done.wait([f"done/{other}" for other in range(size)])
+            done.wait([f"done/{other}" for other in range(size)], LIVES * (JOIN_SECONDS + PATIENCE))
         with suppress(RendezvousError):
             open_endpoint(ENDPOINT, 0.1, is_host=False).close()  # what this process has left open
 

@@ -596,6 +596,7 @@ class _View:
     """What a watch shows of the keys."""
 
     def __init__(self, store: TCPStore, prefix: str = WATCHED) -> None:
+        self.store = store
         self.events = store.watch(prefix=prefix, present=True)
         self.values: dict[str, bytes] = {}
         self._revisions: dict[str, int] = {}
@@ -607,6 +608,7 @@ class _View:
             try:
                 event = self.events.next(max(0.0, until - time.monotonic()))
             except StoreTimeoutError:
+                self.store.num_keys()  # fails if its server was lost with what was missed
                 last = max(self._revisions.values(), default=-1)
                 raise AssertionError(f"a watch shows nothing after revision {last}") from None
             before = self._revisions.get(event.key, -1)
