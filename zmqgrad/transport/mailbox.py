@@ -142,6 +142,7 @@ class ZmqMailbox(Mailbox):
         self._refused: set[int] = set()  # peers that were told that their link has ended
         self._plane = DataPlane(name, arena, inflight, self.notify)
         self._plane.shared_memory.sender = (worker_id, self.incarnation)
+        self._ending: threading.Thread | None = None  # waits for the context to end
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
             io_threads if tcp_host is None else min(io_threads + 1, MAX_IO_THREADS)
         )
@@ -533,10 +534,11 @@ class ZmqMailbox(Mailbox):
         for link in self._links.all():
             self._links.shut(link)  # a send that raced with close may have connected
         # term() has no timeout, and would wait for a socket that was left open.
-        ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
-        ending.start()
-        ending.join(deadline.timeout())
-        return [ending.name] if ending.is_alive() else []
+        if self._ending is None:
+            self._ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
+            self._ending.start()
+        self._ending.join(deadline.timeout())
+        return [self._ending.name] if self._ending.is_alive() else []
 
     def allocate(self, size: int, deadline: Deadline) -> Any:
         return self._plane.shared_memory.allocate(size, deadline)

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_SECONDS = 5.0
 """How long threads may take to end after a worker was closed."""
 
+JOIN_PARTS = 5
+"""That time is counted in so many parts, of which a stop of this process, however long, uses up one."""
+
 HURRIED_JOIN_TIMEOUT_SECONDS = 1.0
 """The same while an exception is propagating or the interpreter exits."""
 
@@ -187,12 +190,14 @@ class Group(ABC):
         """
         self.worker.close(self._goodbye)
         self.store.close()  # ends the queries of threads that wait for the store
-        left = self.worker.join(Deadline.after(timeout))
-        if left:
-            raise RpcError(
-                f"worker {self.worker.name} was shut down, but user code still runs in {', '.join(left)}; "
-                f"it ends with the process"
-            )
+        for _ in range(JOIN_PARTS):
+            left = self.worker.join(Deadline.after(timeout / JOIN_PARTS))
+            if not left:
+                return
+        raise RpcError(
+            f"worker {self.worker.name} was shut down, but user code still runs in {', '.join(left)}; "
+            f"it ends with the process"
+        )
 
 
 def _to_the_end(close: Callable[[], None]) -> None:
