@@ -35,7 +35,7 @@ def test_the_last_call_comes_once() -> None:
     assert not query.must_end(100.2)
     assert query.must_end(100.3)
     assert not query.must_end(100.4)
-    assert query.seconds_to_wait(100.25) == 0.25
+    assert query.seconds_to_wait(100.3) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,13 @@ class PendingQuery:
         return True
 
     def must_end(self, now: float) -> bool:
-        """Returns whether the time that the query itself names has passed. True once."""
+        """Returns whether the time that the query itself names has passed. True once.
+
+        The reply then has as long as planned to arrive, also if this process was stopped meanwhile.
+        """
         if now < self._last_call_at:
             return False
+        self.deadline += now - self._last_call_at
         self._last_call_at = math.inf
         return True
 
