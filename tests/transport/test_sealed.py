@@ -142,6 +142,7 @@ class Pair:
         self.tokens: list[bytes] = []
         self.records: list[Record] = []
         self.port = 0
+        monkeypatch.setattr(transport, "CONNECT_SECONDS", WAIT)  # else the first may take the other way
         monkeypatch.setattr(transport, "bulk_endpoint", self.endpoint)
         monkeypatch.setattr(transport, "send_all", self.send_all)
         monkeypatch.setattr(transport, "password_client", self.password)
