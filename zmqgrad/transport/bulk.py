@@ -264,8 +264,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all but the deque
-        self._freed: deque[mmap.mmap] = deque()  # filled by finalizers, which only enqueue
-        self._free: list[mmap.mmap] = []
+        self._free: deque[mmap.mmap] = deque()  # the longest unused first
         self._timer: ServiceThread | None = None
         self._armed = False
         self._used = False
@@ -282,21 +281,30 @@ class BufferPool:
             OSError, ValueError, OverflowError: if that memory cannot be allocated.
         """
         with self._lock:
-            self._collect()
-            fitting = [m for m in self._free if size <= len(m) <= 2 * size]
-            memory = min(fitting, key=len, default=None)
-            if memory is not None:
+            fitting = [m for m in self._free.copy() if size <= len(m) <= 2 * size]
+            memory: mmap.mmap | None
+            try:
+                memory = min(fitting, key=len)
                 self._free.remove(memory)
+            except ValueError:  # none fits, or it was dropped meanwhile
+                memory = None
             self._used = True
             arm, self._armed = not self._armed, True
         if memory is None:
             memory = _new_memory(size)
         array = (ctypes.c_char * size).from_buffer(memory)
         if size <= MAX_POOL_BYTES:  # otherwise it is unmapped at once
-            weakref.finalize(array, self._freed.append, memory).atexit = False
+            weakref.finalize(array, self._keep, memory).atexit = False
         if arm and self._timer is not None:
             self._timer.call_later(TRIM_SECONDS, self._trim)
         return array
+
+    def _keep(self, memory: mmap.mmap) -> None:
+        """Keeps ``memory``, and drops others beyond the limit. A finalizer, so it takes no lock."""
+        self._free.append(memory)
+        with contextlib.suppress(IndexError):  # another thread took the last
+            while self.kept() > (0 if self._closed else MAX_POOL_BYTES):
+                self._free.popleft()  # unmapped with its last reference
 
     def copy(self, frame: bytearray | memoryview) -> Buffer:
         """Returns a copy of ``frame``."""
@@ -313,16 +321,8 @@ class BufferPool:
             return memoryview(bytearray(size))
         return memoryview(self.take(size)).cast("B")
 
-    def _collect(self) -> None:
-        """Collects freed buffers, within the limit. Called with the lock held."""
-        while self._freed:
-            self._free.append(self._freed.popleft())
-        while sum(map(len, self._free)) > (0 if self._closed else MAX_POOL_BYTES):
-            self._free.pop(0)  # unmapped with its last reference
-
     def _trim(self) -> None:
         with self._lock:
-            self._collect()
             used, self._used = self._used, False
             if not used:
                 self._free.clear()
@@ -333,12 +333,9 @@ class BufferPool:
 
     def close(self) -> None:
         """Frees all buffers, now or when they are returned."""
-        with self._lock:
-            self._closed = True
-            self._collect()
+        self._closed = True
+        self._free.clear()
 
     def kept(self) -> int:
         """Returns the size of all free buffers in bytes."""
-        with self._lock:
-            self._collect()
-            return sum(map(len, self._free))
+        return sum(map(len, self._free.copy()))
