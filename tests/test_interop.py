@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import re
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -124,6 +126,8 @@ def test_an_address_where_nothing_listens_and_one_that_does_not_reply(
     for error, seen in (
         (ConnectionRefusedError(111, "refused"), "10.0.0.1:5: nothing listens"),
         (TimeoutError("timed out"), "10.0.0.1:5: no answer (a firewall drops packets, or the host is down)"),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), "10.0.0.1:5: this host has no route there"),
+        (socket.gaierror(-2, "not known"), "10.0.0.1:5: its name cannot be resolved here"),
     ):
 
         def fail(*_: object, error: OSError = error) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import struct
@@ -90,4 +91,22 @@ def test_where_nothing_listens() -> None:
     with pytest.raises(ConnectionRefusedError):
         Probe("127.0.0.1", free_port(), Deadline.after(0.05))
     with pytest.raises(OSError, match=r"not known|resolution"):
-        Probe("no.such.host.invalid", 1, Deadline.after(WAIT))
+        Probe("no.such.host.invalid", 1, Deadline.after(0.05))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EHOSTUNREACH, "no route"), OSError(errno.ENETUNREACH, ""), socket.gaierror(-2, "")],
+)
+def test_a_host_that_starts_late_is_waited_for(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, nobody answers for its address, no route leads there, or its name is not known."""
+    connect, errors = socket.create_connection, [error]
+
+    def connect_later(*address: Any) -> socket.socket:
+        if errors:
+            raise errors.pop()
+        return connect(*address)
+
+    monkeypatch.setattr(socket, "create_connection", connect_later)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Probe("127.0.0.1", server.getsockname()[1], Deadline.after(WAIT)).__exit__()

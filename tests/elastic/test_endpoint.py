@@ -19,7 +19,9 @@ from torch.distributed.elastic.utils import store as torchelastic_store
 
 from tests.support.etcd import EtcdCluster, needs_etcd
 from tests.support.processes import free_port
-from zmqgrad.elastic import create_handler
+from zmqgrad.elastic import LaunchConfig, create_handler
+from zmqgrad.elastic.agent.addresses import master_address
+from zmqgrad.elastic.agent.job import open_coordinator
 from zmqgrad.elastic.endpoint import is_this_host, open_endpoint, parse_endpoint
 from zmqgrad.errors import ConfigurationError, RendezvousConnectionError, StoreError
 from zmqgrad.interop.torchrun import TorchrunHandler
@@ -101,6 +103,25 @@ def test_the_name_of_this_host_before_it_is_in_the_dns(monkeypatch: pytest.Monke
 
 def unknown(*_: object, **__: object) -> None:
     raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+def test_a_name_that_is_known_later_may_be_that_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = iter([False, False, True])
+    monkeypatch.setattr("zmqgrad.elastic.endpoint.is_this_host", lambda host: next(known))
+    monkeypatch.setattr("zmqgrad.elastic.endpoint.why_unknown", lambda host: "; it is unknown")
+    monkeypatch.setattr("zmqgrad.elastic.endpoint.LOOK_SECONDS", 0.05)
+    with open_endpoint(f"127.0.0.1:{free_port()}", 20.0) as store:
+        assert store.is_master
+
+
+def test_an_agent_does_not_need_the_name_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pod may start before that which serves the rendezvous has a name."""
+    monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    config = LaunchConfig(min_nodes=2, max_nodes=2, rdzv_endpoint="digits-0.digits")
+    open_coordinator(config, []).close()
+    with pytest.raises(RendezvousConnectionError, match="no route to the rendezvous endpoint digits-0"):
+        master_address(config)
 
 
 SCRIPT = """

@@ -14,6 +14,7 @@ from zmqgrad.errors import (
 )
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import TCPStore
+from zmqgrad.store.addresses import why_unknown
 
 DEFAULT_PORT = 29400
 """As torchelastic's c10d backend."""
@@ -103,8 +104,10 @@ def open_endpoint(endpoint: str, timeout: float, is_host: bool | None = None) ->
         served.set_timeout(timeout)
         return served
     deadline = Deadline.after(timeout)
-    may_serve = is_host or (is_host is None and is_this_host(host))
     while True:
+        may_serve = is_host or (is_host is None and is_this_host(host))
+        # A name that is not known yet may turn out to be that of this host.
+        may_serve_later = may_serve or (is_host is None and bool(why_unknown(host)))
         try:
             if may_serve:
                 try:
@@ -112,12 +115,12 @@ def open_endpoint(endpoint: str, timeout: float, is_host: bool | None = None) ->
                 except AddressInUseError:
                     if is_host:
                         raise
-            patience = min(LOOK_SECONDS, deadline.left()) if may_serve else timeout
+            patience = min(LOOK_SECONDS, deadline.left()) if may_serve_later else deadline.left()
             store = TCPStore(host, port, timeout=patience, wait_for_workers=False)
             store.set_timeout(timeout)
             return store
         except (StoreError, AddressInUseError) as e:
-            if may_serve and isinstance(e, StoreTimeoutError) and not deadline.passed():
+            if may_serve_later and isinstance(e, StoreTimeoutError) and not deadline.passed():
                 continue
             other = _what_listens(host, port) if isinstance(e, StoreTimeoutError) else ""
             text = f"the rendezvous endpoint {host}:{port} cannot be used: {other}{e}"

@@ -199,9 +199,10 @@ def _create_store_backend(parameters: Parameters) -> tuple[RendezvousBackend, Ro
     read = parameters.get("read_timeout", float, READ_TIMEOUT_SECONDS)
     is_host = parameters.get("is_host", parse_bool, None)
     host, port = parse_endpoint(parameters.endpoint)
-    address = serving_host(host, port, parameters.local_addr) if parameters.serve_rounds else ""
     store = open_endpoint(parameters.endpoint, parameters.get("connect_timeout", float, read), is_host)
     try:
+        # Only now: before, the name of the host may have been unknown here, or no route may have led there.
+        address = serving_host(host, port, parameters.local_addr) if parameters.serve_rounds else ""
         backend = StoreBackend(store, parameters.settings.run_id, owned=True, may_restart=is_host is False)
         store.set_timeout(read)
         _check_owner(store, parameters)

@@ -48,13 +48,14 @@ class Probe:
 
     Args:
         host, port: where the server listens.
-        deadline: how long to retry while nothing listens there.
+        deadline: how long to retry while nothing listens there. Its host may start later, and only then
+            have a name, or this host a route to it.
 
     Attributes:
         connect_seconds: how long connecting took: about one round trip.
 
     Raises:
-        OSError: if nothing listens there by ``deadline``, or the host is unknown.
+        OSError: of the last attempt, if nothing listens there by ``deadline``.
     """
 
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
@@ -111,10 +112,12 @@ def _connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, f
             if _leads_elsewhere(found):
                 return found, MONOTONIC.now() - began
             found.close()
-        except (ConnectionError, TimeoutError, BlockingIOError):
+            seen = "nothing accepts connections"
+        except OSError as e:
             if deadline.passed():
                 raise
-        log.warning("waiting for %s:%d, where rank 0 should listen: nothing accepts connections", host, port)
+            seen = e.strerror or str(e)
+        log.warning("waiting for %s:%d, where rank 0 should listen: %s", host, port, seen)
         pause.wait(backoff.pause(deadline.left()))  # a refused connection leaves nothing to wait for
 
 

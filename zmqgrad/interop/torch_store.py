@@ -335,6 +335,10 @@ def _connect(host: str, port: int, deadline: Deadline) -> Any:
         seen = "no answer (a firewall drops packets, or the host is down)"
         if isinstance(e, ConnectionRefusedError):
             seen = "nothing listens, or a firewall rejects"
+        elif isinstance(e, socket.gaierror):
+            seen = "its name cannot be resolved here"
+        elif e.errno == errno.ENETUNREACH:
+            seen = "this host has no route there"
         raise StoreTimeoutError(f"{host}:{port}: {seen}: {e}{doctor_hint(host, port)}") from e
     connected = _connect_in_thread(host, port, deadline)
     if not connected.wait_done(deadline.left()):

@@ -118,7 +118,7 @@ class Connection:
         call = _name(query)
         if isinstance(error, TimeoutError):
             where = f"{self._host}:{self._port}"
-            text = f"{call} timed out: no store answered at {where} within {seconds:g} s"
+            text = f"{call} timed out: no store answered at {where} within {seconds:.3g} s"
             if self._client.server.was_connected:
                 return StoreTimeoutError(
                     f"{text}, though one did before: has its process ended, or was it stopped? [{error}]"

@@ -6,7 +6,7 @@ import socket
 
 from zmqgrad import environment
 from zmqgrad.elastic.launch_config import LaunchConfig
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
 
 LOOPBACK = "127.0.0.1"
 
@@ -17,7 +17,8 @@ def master_address(config: LaunchConfig) -> str:
     ``config.master_addr`` counts if it is known which node has worker rank 0: one host, or fixed ranks.
 
     Raises:
-        ConfigurationError: if there is no route to the endpoint of the rendezvous.
+        ConfigurationError: if the environment chooses an address that cannot be used.
+        RendezvousConnectionError: if no route leads to the endpoint of the rendezvous, or it has no address.
     """
     if config.node_rank is not None or not config.rdzv_endpoint:
         return config.master_addr or config.local_addr or LOOPBACK
@@ -31,7 +32,7 @@ def master_address(config: LaunchConfig) -> str:
     try:
         return choose_address(host.strip("[]"), port, secured=load_keys() is not None).advertise
     except OSError as error:
-        raise ConfigurationError(f"no route to the rendezvous endpoint {host}: {error}") from error
+        raise RendezvousConnectionError(f"no route to the rendezvous endpoint {host}: {error}") from error
 
 
 def worker_port(config: LaunchConfig) -> int:

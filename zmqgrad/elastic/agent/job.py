@@ -22,7 +22,7 @@ from zmqgrad.elastic.agent.workers import ScriptWorker, Worker
 from zmqgrad.elastic.commits.server import CommitServer
 from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.elastic.settings import RendezvousTimeout
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
 
 StartWorker = Callable[[Placement, int, Mapping[str, str], Path], Worker]
 """(place, local rank, environment, directory of the round for its files) -> a running worker."""
@@ -136,11 +136,13 @@ def open_coordinator(config: LaunchConfig, reserved: list[socket.socket]) -> Coo
     Raises:
         ConfigurationError: if the address of this node cannot be used, or the nodes need a secret.
     """
-    address = master_address(config)
+    with suppress(RendezvousConnectionError):  # no route, or an unknown name: connecting waits for it
+        master_address(config)  # what it refuses by the environment, it refuses at once
     distributed = is_distributed(config)
 
     def describe(restarts: int, node: str = "single") -> NodeInfo:
         _close(reserved)
+        address = master_address(config)
         port = 0
         if not config.node_rank:  # another fixed rank has neither the address nor the port of worker rank 0
             reserved.append(reserve_port(address, worker_port(config)))
