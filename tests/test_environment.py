@@ -28,6 +28,7 @@ def test_all_is_set() -> None:
         {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "RANK": " 3 ", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
     )
     assert launch == LauncherInfo("host", 29500, 3, 4, 1)
+    assert environment.read_launch({"MASTER_ADDR": "[::1]"}).master_addr == "::1"
     assert environment.has_secret({"ZMQGRAD_SECRET": "s"})
     assert environment.has_secret({"ZMQGRAD_SECRET_FILE": "s"})
 

@@ -303,7 +303,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> LauncherInfo:
     launcher = _launcher_of(environ)
     address, port = _text(environ, "MASTER_ADDR"), _number(environ, "MASTER_PORT", 0, MAX_PORT)
     return LauncherInfo(
-        master_addr=_master_of(environ, launcher) if address is None else address,
+        master_addr=_master_of(environ, launcher) if address is None else address.strip("[]"),
         master_port=_port_of(environ, launcher) if port is None else port,
         rank=_number(environ, launcher.rank, 0),
         world_size=_number(environ, launcher.world_size, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 
@@ -122,6 +123,25 @@ def test_an_own_name_that_resolves_to_loopback(several: None, monkeypatch: pytes
     )
     assert str(choose_address("me", secured=True)) == "192.0.2.10 (default route, as me is this host)"
     assert choose_address("me", secured=False).listen == "127.0.0.1"
+
+
+def test_an_own_name_that_resolves_to_loopback_without_a_default_route(
+    several: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def facing(host: str, port: int) -> str:
+        if host != "me":
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+        return "127.0.0.1"
+
+    monkeypatch.setattr(host_address, "facing_address", facing)
+    chosen = "192.0.2.10 (eth0, without a default route, as me is this host)"
+    assert str(choose_address("me", secured=True)) == chosen
+    assert choose_address(None, secured=True).listen == "192.0.2.10"
+    monkeypatch.setenv(environment.SOCKET_IFNAME, "ib")
+    assert choose_address("me", secured=True).listen == "192.0.2.30"
+    monkeypatch.setattr(host_address, "interface_addresses", lambda: HOST[:1])
+    monkeypatch.delenv(environment.SOCKET_IFNAME)
+    assert str(choose_address("me", secured=True)) == "127.0.0.1 (no network, as me is this host)"
 
 
 def test_an_advertised_address(several: None, monkeypatch: pytest.MonkeyPatch) -> None:

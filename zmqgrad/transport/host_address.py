@@ -55,14 +55,17 @@ def facing_address(host: str, port: int) -> str:
     raise unreachable
 
 
-def own_address() -> str:
-    """Returns the address of this host on the default route; loopback if there is none."""
+def _own_address() -> tuple[str, str]:
+    """An address of this host, and which: on the default route, or of the first interface without one."""
     for unassigned in _UNASSIGNED_ADDRESSES:
         try:
-            return facing_address(unassigned, 9)
+            return facing_address(unassigned, 9), "default route"
         except OSError:
             continue  # no route
-    return LOOPBACK
+    for interface, address in interface_addresses():
+        if not is_loopback(address):
+            return address, f"{interface}, without a default route"
+    return LOOPBACK, "no network"
 
 
 def choose_address(host: str | None, port: int = 0, *, secured: bool) -> HostAddress:
@@ -70,7 +73,7 @@ def choose_address(host: str | None, port: int = 0, *, secured: bool) -> HostAdd
 
     Args:
         host: name or address; None: unknown, because the store is a file. Then this is the address of the
-            default route if listening there is allowed, and loopback otherwise.
+            default route, or of the first interface, if listening there is allowed, and loopback otherwise.
         port: of the store.
         secured: whether peers must prove that they have the job's secret.
 
@@ -90,13 +93,14 @@ def choose_address(host: str | None, port: int = 0, *, secured: bool) -> HostAdd
 def _facing(host: str | None, port: int, secured: bool, advertised: bool) -> tuple[str, str]:
     public = may_bind_publicly(secured)
     if host is None:
-        return (own_address(), "default route") if public else (LOOPBACK, "no secret: this host only")
+        return _own_address() if public else (LOOPBACK, "no secret: this host only")
     if is_loopback(host) and not advertised:
         return LOOPBACK, f"the store is at {host}"
     facing = facing_address(host, port)
     # Many systems resolve their own name to 127.0.1.1, where other hosts would find themselves.
     if is_loopback(facing) and public and (advertised or not is_loopback(host)):
-        return own_address(), f"default route, as {host} is this host"
+        own, which = _own_address()
+        return own, f"{which}, as {host} is this host"
     return facing, f"faces {host}"
 
 
