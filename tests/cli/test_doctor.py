@@ -46,6 +46,7 @@ def test_a_fit_host(capsys: pytest.CaptureFixture[str]) -> None:
         "ipc",
         "memfd",
         "interfaces",
+        "launcher",
         "address",
         "port",
         "secret",
@@ -91,11 +92,24 @@ def test_the_variables_of_a_launcher(monkeypatch: pytest.MonkeyPatch, taken: int
     assert found("port").status is Status.WARNING
     assert str(taken) in found("port").found
     monkeypatch.setenv("MASTER_PORT", "many")
-    assert found("port").status is Status.BAD
-    assert "MASTER_PORT" in found("port").found
+    assert found("launcher").status is Status.BAD
+    assert "MASTER_PORT" in found("launcher").found
     monkeypatch.setenv("MASTER_PORT", "0")
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     assert found("address").status is Status.BAD
+
+
+def test_the_worker_that_a_launcher_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    assert found("launcher") == Check("launcher", Status.OK, "RANK 2, WORLD_SIZE is not set")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert found("launcher")[:3] == ("launcher", Status.BAD, "RANK 2, WORLD_SIZE 2")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert found("launcher") == Check("launcher", Status.OK, "SLURM_PROCID 1, SLURM_STEP_NUM_TASKS 4")
 
 
 def test_a_public_address_without_a_secret_is_refused(

@@ -113,10 +113,34 @@ def _interfaces() -> Check:
     return Check("interfaces", Status.OK, shown or "none")
 
 
-def _address() -> Check:
-    """The address at which workers on other hosts would reach this one."""
+def _launch() -> environment.LauncherInfo:
+    """The launcher's variables; if one is malformed, which :func:`_launcher` reports, as if none were set."""
+    try:
+        return environment.read_launch()
+    except ConfigurationError:
+        return environment.LauncherInfo()
+
+
+def _launcher() -> Check:
+    """The worker that the launcher has made of this process, and the variables that say so."""
     try:
         launch = environment.read_launch()
+    except ConfigurationError as e:
+        return Check("launcher", Status.BAD, str(e))
+    rank, world_size = launch.rank, launch.world_size
+    if rank is None and world_size is None:
+        return Check("launcher", Status.NOTE, "RANK and WORLD_SIZE are not set: zmqgrad run sets them")
+    variables = {launch.rank_from: rank, launch.world_size_from: world_size}
+    found = ", ".join(f"{name} {'is not set' if v is None else v}" for name, v in variables.items())
+    if rank is not None and world_size is not None and rank >= world_size:
+        return Check("launcher", Status.BAD, found, "give the workers the ranks from 0 to WORLD_SIZE - 1")
+    return Check("launcher", Status.OK, found)
+
+
+def _address() -> Check:
+    """The address at which workers on other hosts would reach this one."""
+    launch = _launch()
+    try:
         secured = load_keys() is not None
         address = choose_address(launch.master_addr or LOOPBACK, launch.master_port or 0, secured=secured)
     except OSError as e:
@@ -128,10 +152,7 @@ def _address() -> Check:
 
 
 def _port() -> Check:
-    try:
-        launch = environment.read_launch()
-    except ConfigurationError as e:
-        return Check("port", Status.BAD, str(e))
+    launch = _launch()
     if launch.master_port is None:
         return Check("port", Status.NOTE, "MASTER_PORT is not set: zmqgrad run picks a free one")
     try:
@@ -166,6 +187,7 @@ _CHECKS: tuple[Callable[[], Check], ...] = (
     _ipc,
     _shared_memory,
     _interfaces,
+    _launcher,
     _address,
     _port,
     _open_files,
