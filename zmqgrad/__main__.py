@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from zmqgrad.cli.commands import command_parser, module
-from zmqgrad.cli.parser import EXIT_INTERRUPTED, EXIT_USAGE
+from zmqgrad.cli.parser import EXIT_INTERRUPTED, EXIT_PIPE, EXIT_USAGE, discard_output
 from zmqgrad.environment import replaces_torch_rpc
 from zmqgrad.errors import ConfigurationError
 
@@ -31,7 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _execute(arguments: argparse.Namespace) -> int:
     try:
         replaces_torch_rpc()
-        return module(arguments.command).execute(arguments)
+        code = module(arguments.command).execute(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head`: the reader has all it wants
+        discard_output()
+        return EXIT_PIPE
     except ConfigurationError as error:
         print(f"zmqgrad {arguments.command}: {error}", file=sys.stderr)
         return EXIT_USAGE

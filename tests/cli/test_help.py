@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,23 +88,25 @@ def test_a_directory_for_traces_that_cannot_be_made_is_an_option_error(
 
 
 @pytest.mark.slow
-def test_completion_may_be_cut_by_its_reader() -> None:
+@pytest.mark.parametrize("words", [["completion", "bash"], ["doctor", "--no-self-test", "--json"]])
+def test_output_may_be_cut_by_its_reader(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "zmqgrad", "completion", "bash"],
+            [sys.executable, "-m", "zmqgrad", *words],
             stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
         )  # fmt: skip
     finally:
         os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_an_option_that_is_not_finished(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--nproc", "--nprocs"])
+def test_an_option_that_is_not_finished(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["run", "--nproc", "2", "x.py"])
-    assert "--nproc; did you mean --nproc-per-node?" in " ".join(capsys.readouterr().err.split())
+        main(["run", option, "2", "x.py"])
+    assert f"{option}; did you mean --nproc-per-node?" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import argparse
 import importlib
 from typing import Any
 
-from zmqgrad.cli.parser import CommandParser, describe, discard_output
+from zmqgrad.cli.parser import CommandParser, describe
 from zmqgrad.errors import ConfigurationError
 
 SHELLS = ("bash", "zsh", "tcsh", "fish")
@@ -46,10 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
     parser = command_parser()
     _complete_paths(parser, shtab)
     text = shtab.complete(parser, shell=arguments.shell)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head`: the reader has all it wants
-        discard_output()
+    print(text)
     return 0
 
 

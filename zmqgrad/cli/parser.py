@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, Protocol, cast
 
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-"""The exit code that shells use for a program killed by SIGINT."""
+EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
+"""The exit codes that shells use for a program killed by SIGINT, and by SIGPIPE."""
 
 _MISSING = "the following arguments are required: "
 _UNKNOWN_COMMAND = re.compile(r"argument (\w+): invalid choice: '(.*?)' ")  # as argparse says it
@@ -96,7 +96,7 @@ class CommandParser(argparse.ArgumentParser):
             return f"; it takes {', '.join(expected) or 'options only'}"
         names = [name for action in shown for name in action.option_strings]
         option = word.partition("=")[0]
-        close = [name for name in names if len(option) > 3 and name.startswith(option)]
+        close = [name for name in names if len(option) > 3 and name.startswith(option.rstrip("s"))]
         close = close or difflib.get_close_matches(option, names, n=1)
         return f"; did you mean {' or '.join(close)}?" if close else ""
 

@@ -19,7 +19,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from zmqgrad import environment
-from zmqgrad.cli.parser import discard_output
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.store.addresses import connecting_address
 from zmqgrad.store.arguments import as_key
@@ -32,8 +31,6 @@ DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 29500
 
 EXIT_FAILED = 1
 EXIT_MISSING = 3
-EXIT_PIPE = 141
-"""The exit code that shells use for a program killed by SIGPIPE."""
 
 DEFAULT_SECONDS = 10.0
 QUICK_SECONDS = 1.0
@@ -85,15 +82,10 @@ class Subcommand:
         secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
         try:
             with _connect(host, port, arguments.timeout, secret) as store:
-                code = self.run(store, arguments)
-                sys.stdout.flush()
-                return code
+                return self.run(store, arguments)
         except StoreError as error:
             print(f"zmqgrad store {self.name}: {error}", file=sys.stderr)
             return EXIT_FAILED
-        except BrokenPipeError:
-            discard_output()
-            return EXIT_PIPE
 
 
 def _connect(host: str, port: int, seconds: float | None, secret: bytes | None) -> TCPStore:

@@ -14,12 +14,10 @@ from functools import partial
 from typing import cast
 
 from zmqgrad import environment
-from zmqgrad.cli.parser import Command, CommandParser, describe, discard_output
+from zmqgrad.cli.parser import Command, CommandParser, describe
 from zmqgrad.errors import TraceError
 
 EXIT_FAILED = 1
-EXIT_PIPE = 141
-"""The exit code that shells use for a program killed by SIGPIPE."""
 
 _VIEWS = {
     "findings": (
@@ -88,15 +86,10 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.jobs:
             importlib.import_module("zmqgrad.cli.trace_output").list_jobs(arguments)
             return 0
-        code = _view(arguments.view).execute(arguments)
-        sys.stdout.flush()
-        return code
+        return _view(arguments.view).execute(arguments)
     except TraceError as error:
         print(f"zmqgrad trace {arguments.view}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except BrokenPipeError:
-        discard_output()
-        return EXIT_PIPE
 
 
 def _with_view(words: list[str]) -> list[str]:
