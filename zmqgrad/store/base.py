@@ -196,15 +196,15 @@ class Store(ABC):
             StoreTimeoutError: if it stays empty for the store's timeout.
         """
         query = StoreQueuePop(as_key(key), bool(block), self._timeout)
-        deadline = Deadline.after(self._timeout)
+        seconds, deadline = self._timeout, Deadline.after(self._timeout)
         while True:
-            reply = self._request(query, deadline.left())
+            reply = self._request(query, seconds)
             if type(reply) is StoreValue:
                 return reply.value
             item = self._checked(reply, StoreItem)
             if self._number(StoreQueueAck(item.item)):
                 return item.value
-            # The acknowledgement was too late, and the item has returned to the queue.
+            seconds = deadline.left()  # acknowledged too late: the item has returned to the queue
 
     def queue_len(self, key: str) -> int:
         """Number of values in the queue ``key``."""
