@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,29 @@ def test_the_messages_of_a_run_are_told() -> None:
 def test_a_program_that_no_process_can_import_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="its own copy"):
         simulate(lambda rank: rank)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"workers": 0}, "workers is 0; it must be an integer, at least 1"),
+        ({"seeds": 0}, "seeds is 0; at least one must run"),
+        ({"seeds": "17"}, "seeds must be a number or a list, not the str '17'"),
+        ({"faults": 3}, r"faults must be Faults\(\.\.\.\), not 3"),
+        ({"faults": Faults(kills=3)}, "kills is 3; it must be an integer, from 0 to 2"),
+        ({"kill": "worker1"}, "kill is 'worker1'; it must be 'any' or None"),
+        ({"hosts": "host0"}, "hosts must be a list of names, not the str 'host0'"),
+        ({"hosts": ()}, "hosts is empty"),
+    ],
+)
+def test_arguments_that_would_run_nothing_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        simulate(exchange, **arguments)
+
+
+def test_hosts_may_have_any_names() -> None:
+    [run] = simulate(exchange, workers=2, hosts=("a", "b"))
+    assert run.values == {0: 1, 1: 1}
 
 
 def test_a_worker_is_killed_at_any_moment_and_the_others_may_tell_of_it() -> None:

@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from zmqgrad.errors import ConfigurationError, ZmqgradError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, ZmqgradError
+from zmqgrad.runtime.arguments import as_list, check_integer
 from zmqgrad.testing.simulation.messages import MessageLog
 from zmqgrad.testing.simulation.processes import Process, World
 from zmqgrad.testing.simulation.scheduler import Failure
@@ -156,7 +157,8 @@ def simulate(
 
     Raises:
         SimulationFailed: at the first seed that fails.
-        ConfigurationError: the processes cannot import ``program``, or ``inline`` is to run several seeds.
+        ConfigurationError: the processes cannot import ``program``, ``inline`` is to run several seeds, or
+            an argument would leave nothing to run.
 
     Example:
         >>> def program(rank):  # in a module
@@ -168,6 +170,20 @@ def simulate(
         [{0: 8, 1: None}, {0: 8, 1: None}]
     """
     faults = faults or Faults()
+    check_integer("workers", workers, 1)
+    chosen = range(seeds) if isinstance(seeds, int) else as_list(seeds, "seeds must be a number or a list")
+    if not chosen:  # a test of no seed would pass
+        raise ConfigurationError(f"seeds is {seeds!r}; at least one must run")
+    if not isinstance(faults, Faults):
+        raise ArgumentTypeError(f"faults must be Faults(...), not {faults!r}")
+    if kill not in (None, "any"):
+        raise ConfigurationError(
+            f"kill is {kill!r}; it must be 'any' or None. faults=Faults(kills=N) kills N"
+        )
+    check_integer("kills", faults.kills, 0, workers)
+    hosts = as_list(hosts, "hosts must be a list of names")
+    if not hosts:
+        raise ConfigurationError("hosts is empty; at least one must have the workers")
 
     def run(seed: int, faults: Faults, inline: bool = False) -> Run:
         found = run_seed(program, workers, seed, tuple(hosts), faults, check, limit, log, environment, inline)
@@ -177,7 +193,6 @@ def simulate(
 
     if kill is not None:
         faults = replace(faults, kills=1, within=run(0, Faults()).simulated_seconds)
-    chosen = range(seeds) if isinstance(seeds, int) else tuple(seeds)
     if inline and len(chosen) != 1:
         raise ConfigurationError(f"inline runs one seed, not {len(chosen)}: seeds=[SEED]")
     return [run(seed, faults, inline) for seed in chosen]
@@ -205,7 +220,12 @@ def run_seed(
     own = module.startswith(__package__ + ".")
     also = () if module.startswith("zmqgrad.") and not own else (*([PROGRAMS] if own else []), module)
     world = _world(workers, hosts, also)
-    variables = {**DEFAULTS, "WORLD_SIZE": str(workers), **(environment or {})}
+    variables = {
+        **DEFAULTS,
+        "MASTER_ADDR": hosts[0],
+        "WORLD_SIZE": str(workers),
+        **(environment or {}),
+    }
 
     def run_here() -> Run:
         began = time.perf_counter()
@@ -256,7 +276,6 @@ SEED = "SIMULATION_SEED"
 """The environment variable that tells a program the seed."""
 
 DEFAULTS = {
-    "MASTER_ADDR": "host0",
     "MASTER_PORT": "29500",
     "ZMQGRAD_ALLOW_INSECURE": "1",
     "ZMQGRAD_SPIN_US": "0",
