@@ -126,9 +126,22 @@ def _check_events(observer: Any, lives: list[Any], killed: set[str]) -> None:
         elif holders.pop(name, number) != number or ("join", number) in told[told.index((kind, number)) :]:
             raise AssertionError(f"{observer.name} was told of the wrong loss: {observer.events}")
         elif (
-            life is not None and when < life.leaving and name not in killed and observer.host == lives[0].host
+            life is not None
+            and when < life.leaving
+            and name not in killed
+            and observer.host == lives[0].host
+            and not _is_lost_to_others(observer, lives, when)
         ):
             raise AssertionError(f"{observer.name} was told of the loss of {name}, which had not left")
+
+
+def _is_lost_to_others(observer: Any, lives: list[Any], when: float) -> bool:
+    """Whether others have lost ``observer`` before, which is told of it by each of them."""
+    return any(
+        kind == "loss" and number == observer.number and told < when
+        for life in lives
+        for kind, number, _, told in life.events
+    )
 
 
 def _check_ran_once(ran: list[str]) -> None:
