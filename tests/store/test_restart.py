@@ -429,6 +429,28 @@ def test_a_store_that_is_not_restarted_is_not_waited_for(tmp_path: Path, fast_pa
 
 
 @pytest.mark.processes
+def test_it_is_not_waited_for_by_short_queries_to_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each ends before the server has refused connections for so long that it has certainly ended."""
+    monkeypatch.setattr("zmqgrad.transport.query.dealer.is_on_this_host", lambda address: False)
+    monkeypatch.setattr("zmqgrad.transport.query.dealer.REFUSED_SECONDS", 0.5)
+    monkeypatch.setattr("zmqgrad.transport.query.pending.REPEAT_SECONDS", (0.1, 0.2, 0.5))
+    port = free_port()
+    process = serve(port, tmp_path / "journal")
+    with TCPStore("127.0.0.1", port, timeout=PATIENCE, fast_path=False) as store:
+        store.set("key", "value")
+        store.expect_no_restart()
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        store.set_timeout(0.4)
+        for _ in range(5):
+            with pytest.raises(StoreError) as e:
+                store.get("key")
+        assert not isinstance(e.value, StoreTimeoutError)
+
+
+@pytest.mark.processes
 @pytest.mark.slow
 def test_acknowledged_writes_survive_sigkill_in_the_middle_of_writes(tmp_path: Path) -> None:
     """P9 of docs/guarantees.md, three times over, with four threads that write without a pause."""

@@ -180,15 +180,12 @@ class QueryChannel:
 
     def _check_not_ended(self) -> None:
         """Raises TransportError if the server has ended, and none follows it."""
-        server, query = self._server, self._query
+        server = self._server
         if server.restarts or not server.was_connected:
             return
         if is_reachable(server.address):
-            query.refused_at = math.inf
-            return
-        now = self._now()
-        query.refused_at = min(query.refused_at, now)
-        if now - query.refused_at >= server.refused_seconds:
+            server.accepted()
+        elif server.refused(self._now()) >= server.refused_seconds:
             server.ended = f"the process that served it has ended: {server.address} is not open any more"
             raise TransportError(server.ended)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import select
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from zmqgrad import environment
 from zmqgrad.errors import AuthenticationError, TransportError
 from zmqgrad.transport.heartbeat.failure_detector import REFUSED_SECONDS, is_on_this_host
 from zmqgrad.transport.local.handshake import ANY
-from zmqgrad.transport.query.pending import PING_ID
+from zmqgrad.transport.query.pending import PING_ID, REPEAT_SECONDS
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
 from zmqgrad.transport.security import Keys, store_endpoint
 from zmqgrad.transport.sockets import (
@@ -34,6 +35,9 @@ from zmqgrad.wire.messages import StorePing
 
 MAX_CUT_HANDSHAKES = 3
 """After this many handshakes in a row that the server cut off, test whether it has another secret."""
+
+MAX_LOOK_SECONDS = 2 * REPEAT_SECONDS[-1]
+"""How much time there may be between two refused connections without an accepted one."""
 
 
 class LocalAddress(NamedTuple):
@@ -60,6 +64,18 @@ class ServerInfo:
         """How it is known that it has ended, and that none follows."""
         self.refused_seconds = 0.0 if is_on_this_host(address) else REFUSED_SECONDS
         """For how long it must refuse connections to have ended."""
+        self._refused_at = self._looked_at = -math.inf
+
+    def refused(self, now: float) -> float:
+        """Records a refused connection. Returns for how many seconds all of them were refused."""
+        if now - self._looked_at > MAX_LOOK_SECONDS:
+            self._refused_at = now  # what was before is unknown
+        self._looked_at = now
+        return now - self._refused_at
+
+    def accepted(self) -> None:
+        """Records an accepted connection."""
+        self._looked_at = -math.inf
 
 
 class DealerConnection:
@@ -132,6 +148,7 @@ class DealerConnection:
         for kind, value in self._monitor.read():
             if kind == CONNECTED:
                 self.connected = self._server.was_connected = True
+                self._server.accepted()
                 self._cut_handshakes = 0
                 reconnected, self._interrupted = reconnected or self._interrupted, False
             elif kind != DISCONNECTED:

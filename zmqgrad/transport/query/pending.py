@@ -38,8 +38,6 @@ class PendingQuery:
         self.deadline = deadline
         self.peer_responded = True
         """Whether anything was received since the last repetition."""
-        self.refused_at = math.inf
-        """Since when the server has refused connections."""
         self._intervals = chain(REPEAT_SECONDS, repeat(REPEAT_SECONDS[-1]))
         self._repeat_at = now + next(self._intervals)
         self._last_call_at = last_call_at
