@@ -20,7 +20,6 @@ from zmqgrad.cli.trace_output import output_file
 from zmqgrad.errors import TraceError
 from zmqgrad.trace import Job, events
 from zmqgrad.trace.events import tag_of
-from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.report import data, render
 from zmqgrad.trace.report.data import Report
 from zmqgrad.wire.messages import MessageType
@@ -257,7 +256,3 @@ def test_a_page_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     assert main(["trace", "report", str(tmp_path), "-o", "/dev/null"]) == 0
     assert Path("/dev/null").is_char_device()
     assert [each for each in tmp_path.iterdir() if each.name.startswith(".")] == []
-
-
-def test_methods_of_remote_values_are_one_function() -> None:
-    assert [tidy(n) for n in ("m:f", "rref:281:step")] == ["m:f", "RRef.step"]

@@ -38,6 +38,20 @@ def test_calls_are_split_into_their_parts(tmp_path: Path) -> None:
     assert [p.clock_bound for p in found.processes] == [0, 0]
 
 
+def test_methods_of_remote_values_are_one_function(tmp_path: Path) -> None:
+    """Their names have the id of the value, which says nothing."""
+    a, b = Writer(tmp_path, 0, clock="boot"), Writer(tmp_path, 1, clock="boot")
+    a.knows(b)
+    b.knows(a)
+    for number, name in ((2, "rref:281:step"), (3, "rref:562949953421321:step")):
+        a.rows.append((tag_of(events.NameDeclared), 0, number, name))
+        a.message(True, number * SECOND, CALL, 1, number, number)
+        b.message(False, number * SECOND, CALL, 0, number)
+    a.write()
+    b.write()
+    assert [(row.name, row.calls) for row in statistics(Job(tmp_path)).functions] == [("RRef.step", 2)]
+
+
 def test_what_sending_costs_is_no_part_of_the_transfer(tmp_path: Path) -> None:
     a, b = Writer(tmp_path, 0, clock="boot"), Writer(tmp_path, 1, clock="boot")
     a.knows(b)

@@ -13,6 +13,7 @@ from zmqgrad.trace.events import (
     Serialized,
 )
 from zmqgrad.trace.kinds import REPEATED
+from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Call, Entry, Message
 from zmqgrad.trace.pairing import Key, Open, Pairing
 from zmqgrad.wire.messages import REQUEST, RESPONSE
@@ -102,4 +103,4 @@ def _apply(call: Call, entry: Entry) -> None:
         call.serializing += event.nanoseconds
         call.contents += [(event.is_reply, each) for each in event.contents]
     elif isinstance(event, RequestDescribed):
-        call.function, call.arguments = call.function or event.function, event.arguments
+        call.function, call.arguments = call.function or tidy(event.function), event.arguments

@@ -16,6 +16,7 @@ from zmqgrad.trace.events import (
     NameDeclared,
     ThreadDeclared,
 )
+from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.log import LogReader
 from zmqgrad.trace.model import Actor, Process
 
@@ -59,7 +60,7 @@ def declare(process: Process, events: Sequence[Event]) -> None:
 
 def _declare(process: Process, event: Event) -> None:
     if isinstance(event, NameDeclared):
-        process.names[event.number] = event.name
+        process.names[event.number] = tidy(event.name)
     elif isinstance(event, ThreadDeclared):
         process.threads[event.thread] = event
     elif isinstance(event, ActorStarted):

@@ -16,7 +16,7 @@ from zmqgrad.trace.cycles import COLLECTIVES
 from zmqgrad.trace.events import RendezvousStep
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.kinds import ONE_WAY, REPEATED, is_store
-from zmqgrad.trace.labels import actor_label, ends, id_label, tidy
+from zmqgrad.trace.labels import actor_label, ends, id_label
 from zmqgrad.trace.model import Call, Message
 from zmqgrad.trace.tail import recorded
 from zmqgrad.trace.waits import may_be_answered
@@ -102,7 +102,7 @@ def context_diagram(job: Job, number: int | None = None) -> Diagram:
         steps += _pass_steps(each, context)
     count = f"{len(context.workers)} workers, {len(sends)} sends"
     calls = job.calls() if unused else ()
-    functions = {c.request.message_id: tidy(c.function) for c in calls if c.request.context == number}
+    functions = {c.request.message_id: c.function for c in calls if c.request.context == number}
     names = [
         f"{show_id(s.id)} ({'result' if s.is_reply else 'arguments'} of {functions.get(s.message_id)})"
         for s in context.unused()

@@ -9,7 +9,7 @@ from typing import Any
 from zmqgrad.trace.cycles import blocked_by, find_cycles
 from zmqgrad.trace.findings.finding import SHOWN, Finding, Severity, counted, most_common
 from zmqgrad.trace.kinds import PROGRAM_CALLS
-from zmqgrad.trace.labels import actor_label, show_time, tidy
+from zmqgrad.trace.labels import actor_label, show_time
 from zmqgrad.trace.model import Actor
 from zmqgrad.trace.places import describe, headline, locate, target_label, thread_label
 from zmqgrad.trace.waits import MAX_STUCK, Wait, Waits
@@ -132,7 +132,7 @@ def unanswered_calls(waits: Waits, told: Collection[Finding], *, is_live: bool) 
         and not call.function.startswith(OWN_FUNCTIONS)
     ]
     if calls:
-        functions = Counter(tidy(call.function) or call.request.type for call in calls)
+        functions = Counter(call.function or call.request.type for call in calls)
         more = "more " if told else ""
         yield Finding(
             "unanswered calls",

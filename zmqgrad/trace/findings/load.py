@@ -8,7 +8,6 @@ from array import array
 from collections import Counter, defaultdict
 from typing import TypeVar
 
-from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Call
 from zmqgrad.trace.waits import Wait
 
@@ -68,7 +67,7 @@ class Load:
     def add(self, call: Call) -> None:
         """Adds ``call``, a call of the program."""
         request = call.request
-        function = tidy(call.function) or request.type
+        function = call.function or request.type
         target, received = request.target, request.received
         self.calls[function] += 1
         # Without a reply, the caller gave it up.

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from zmqgrad.trace.findings.finding import Finding, Severity, most_common
-from zmqgrad.trace.labels import show_time, size, tidy, worker_label
+from zmqgrad.trace.labels import show_time, size, worker_label
 from zmqgrad.trace.model import Actor, Call
 
 REPEATS, REPEATED_BYTES = 4, 64 << 20
@@ -37,7 +37,7 @@ class RepeatedSends:
         for i, (is_result, contents) in enumerate(call.contents):
             sender, receiver = ends[is_result], ends[not is_result]
             if sender is not None:
-                key = sender, tidy(call.function) or request.type, is_result
+                key = sender, call.function or request.type, is_result
                 sent = self._sent.setdefault(key, _Sent(call))
                 sent.counts[worker_label(receiver, request.peer), contents] += 1
                 sent.nanoseconds += 0 if i else call.sending

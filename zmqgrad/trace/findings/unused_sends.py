@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from zmqgrad.trace.events import GroupExecuted, PassFinished, SendRecorded
 from zmqgrad.trace.findings.finding import Finding, Severity, counted, most_common
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.labels import ends, size, tidy
+from zmqgrad.trace.labels import ends, size
 from zmqgrad.trace.model import Actor, Call, Stamped
 
 _Key = tuple[int, int, int]
@@ -133,4 +133,4 @@ def _calls_of(
 
 
 def _function(call: Call | None) -> str:
-    return tidy(call.function) if call is not None else ""
+    return call.function if call is not None else ""

@@ -6,7 +6,6 @@ from collections import deque
 
 from zmqgrad.trace.contexts import Contexts
 from zmqgrad.trace.events import PeerDeclared, SendRecorded, StackDumped
-from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Call, Process, Stamped
 from zmqgrad.trace.report.columns import HAS_FAILED, NO_ROW, Messages
 from zmqgrad.trace.waits import Reader, Wait
@@ -56,7 +55,7 @@ class Activity(Reader):
         messages.flags[row] |= HAS_FAILED if call.failed else 0
         for each in (row, messages.pair[row]):
             if each != NO_ROW and not messages.name[each]:
-                messages.name[each] = messages.names[tidy(call.function)]
+                messages.name[each] = messages.names[call.function]
         if call.arguments:
             messages.arguments[row] = call.arguments
 

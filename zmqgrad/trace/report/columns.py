@@ -9,7 +9,6 @@ from typing import Any
 
 from zmqgrad.trace.events import Role
 from zmqgrad.trace.kinds import REPEATED
-from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Message
 from zmqgrad.wire.messages import REQUEST, RESPONSE
 
@@ -109,7 +108,7 @@ class Messages:
         self.target.append(actors.number(m.target))
         self.sender_thread.append(self.thread(m.source, m.sender_thread))
         self.receiver_thread.append(self.thread(m.target, m.receiver_thread))
-        self.name.append(self.names[tidy(m.name)])
+        self.name.append(self.names[m.name])
         self.size.append(min(m.size, MAX_UINT32))
         self.number.append(m.message_id)
         self.context.append(self.contexts[m.context])
