@@ -101,7 +101,7 @@ function el(tag, props, ...children) {
 function fillTable(id, heads, rows) {
   const head = el("tr", {}, ...heads.map((h) => el("th", { scope: "col", className: h.startsWith("#") ? "number" : "" }, h.replace("#", ""))));
   const body = rows.map((row) => el("tr", {}, ...row.map((cell, i) =>
-    el("td", { className: heads[i].startsWith("#") ? "number" : typeof cell === "string" && cell.length > 40 ? "wide" : "" }, cell))));
+    el("td", { className: heads[i].startsWith("#") ? "number" : typeof cell === "string" && cell.length > 30 ? "wide" : "" }, cell))));
   $(id).replaceChildren(el("thead", {}, head), el("tbody", {}, ...body));
 }
 const goButton = (label, action) => el("button", { type: "button", onclick: action }, label);
