@@ -16,7 +16,7 @@ from zmqgrad.rpc.futures import CompletionQueue, RpcFuture
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
-from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.runtime.service_thread import ServiceThread, TimerHandle
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 
 
@@ -121,7 +121,7 @@ def test_a_reply_that_arrives_while_the_threads_end_completes_its_future(
         pool.close()
         pool.submit(task)
 
-    queue = CompletionQueue(submit, lambda seconds, job: None, Promise.result)
+    queue = CompletionQueue(submit, lambda seconds, job: TimerHandle(), Promise.result)
     reply: Promise[Any] = Promise()
     future: RpcFuture[Any] = RpcFuture(reply, queue)
     seen: list[Any] = []

@@ -15,10 +15,13 @@ import pytest
 import torch
 
 from tests.support.processes import free_port
+from tests.support.waiting import eventually
 from tests.support.workers import WAIT, two_workers
 from zmqgrad import rpc
+from zmqgrad.autograd import context
 from zmqgrad.errors import ClosedError, NotInitializedError, UnknownWorkerError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
+from zmqgrad.rpc.debug import debug_info
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.worker import Worker
@@ -320,3 +323,51 @@ def test_a_call_that_is_sent_while_its_worker_closes_says_so(
         during.setattr(pair[0].mailbox, "send", closes_meanwhile)
         with pytest.raises(NotInitializedError):
             rpc.rpc_sync(1, len, args=("abc",))
+
+
+def use_reference() -> Callable[[], None]:
+    """Refer to a value of worker 1. Returns what releases it."""
+    kept = [rpc.remote(1, len, args=("abc",))]
+    kept[0].to_here(WAIT)
+    return kept.clear
+
+
+def use_context() -> Callable[[], None]:
+    """Enter a context that worker 1 takes part in."""
+    entered = context()
+    entered.__enter__()
+    rpc.rpc_sync(1, torch.neg, args=(torch.ones(2, requires_grad=True),), timeout=WAIT)
+    return lambda: entered.__exit__(None, None, None)
+
+
+RELEASING = (
+    "zmqgrad.rpc.rref.handle",
+    "zmqgrad.rpc.rref.table",
+    "zmqgrad.autograd.releases",
+    "zmqgrad.runtime.service_thread",
+)
+
+
+@pytest.mark.open_outcomes
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("use", "count"),
+    [
+        (use_reference, lambda worker: worker.references.statistics()["owner_rrefs"]),
+        (use_context, lambda worker: debug_info(worker)["autograd"]["num_autograd_contexts"]),
+    ],
+    ids=["reference", "context"],
+)
+def test_an_interrupt_at_any_moment_of_a_release_stops_no_later_release(
+    pair: list[Worker], use: Callable[[], Callable[[], None]], count: Callable[[Worker], int]
+) -> None:
+    """Releases were marked as scheduled, and were not: worker 1 kept all that was dropped after that."""
+    hits = 0
+    for number in range(30):
+        before = count(pair[1])
+        release = use()
+        rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT)  # no other thread holds the last message any more
+        hits += interrupted(number, RELEASING, release)
+        use()()
+        eventually(partial(count, pair[1]), lambda left: left <= before + 1)  # noqa: B023
+    assert hits > 5

@@ -12,6 +12,7 @@ import torch
 
 from zmqgrad.rpc.futures import CompletionQueue, RpcFuture
 from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.service_thread import TimerHandle
 from zmqgrad.wire.tensors.streams import record_copies, record_copy, wait_for_default_streams
 
 GPU = torch.device("cuda:0")
@@ -77,7 +78,7 @@ def answered(value: Callable[[], Any], watches: bool = True) -> RpcFuture[Any]:
     """A future whose answer another thread has rebuilt."""
     answer: Promise[Any] = Promise()
     future: RpcFuture[Any] = RpcFuture(
-        answer, CompletionQueue(lambda task: task(), lambda *_: None, lambda _: value(), watches)
+        answer, CompletionQueue(lambda task: task(), lambda *_: TimerHandle(), lambda _: value(), watches)
     )
     answer.set_result(None)
     in_thread("engine", future.complete)

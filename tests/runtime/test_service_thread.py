@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.support.waiting import eventually
 from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.runtime.polling import READ, WRITE
-from zmqgrad.runtime.service_thread import MIN_SWEEP_JOBS, Alarm, ServiceThread, TimerHandle
+from zmqgrad.runtime.service_thread import MIN_SWEEP_JOBS, Alarm, CoalescedJob, ServiceThread, TimerHandle
 
 
 @pytest.fixture
@@ -75,6 +75,26 @@ def test_due_jobs_run_by_time_then_in_order_of_scheduling(times: list[int]) -> N
     finally:
         keeper.close()
         assert keeper.join(Deadline.after(10)) == []
+
+
+def test_a_coalesced_job_runs_once_for_all_that_schedule_it(
+    keeper: ServiceThread, clock: ManualClock
+) -> None:
+    ran: list[str] = []
+
+    def run() -> None:
+        ran.append("it")
+        if len(ran) == 2:
+            job.schedule(1.0)  # while it runs, for what has come since
+
+    job = CoalescedJob(run, keeper.call_later)
+    for expected in (1, 2, 3):
+        if expected < 3:
+            job.schedule(1.0)
+            job.schedule(1.0)
+        clock.advance(1.0)
+        settle(keeper)
+        assert len(ran) == expected
 
 
 def test_a_cancelled_job_does_not_run(keeper: ServiceThread, clock: ManualClock) -> None:

@@ -21,6 +21,7 @@ from zmqgrad.errors import ClosedError, RpcError, TransportError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.service_thread import CoalescedJob
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import split_id
 from zmqgrad.wire.messages import (
@@ -43,7 +44,7 @@ class Releases:
         self._contexts = contexts
         self._closed = False
         self._unsent: deque[tuple[set[int], int, Sequence[int] | None]] = deque()  # peers, context, passes
-        self._scheduled = False
+        self._notification = CoalescedJob(self._send_all, worker.timer.call_later)
 
     def install(self) -> None:
         """Register the handlers of release messages with the worker."""
@@ -70,13 +71,11 @@ class Releases:
             self._unsent.append((peers, context.id, passes))
             if passes is not None:
                 self._worker.timer.call_later(0, self._send_all)
-            elif not self._scheduled:
-                self._scheduled = True
-                self._worker.timer.call_later(NOTIFY_DELAY_SECONDS, self._send_all)
+            else:
+                self._notification.schedule(NOTIFY_DELAY_SECONDS)
 
     def _send_all(self) -> None:
         """Send one message per peer for all that ended meanwhile. Runs in the timer thread."""
-        self._scheduled = False
         contexts: dict[int, list[int]] = {}
         passes: dict[int, list[tuple[int, int]]] = {}
         while self._unsent:

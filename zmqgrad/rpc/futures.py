@@ -24,6 +24,7 @@ from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
 from zmqgrad.runtime.arguments import check_callable
 from zmqgrad.runtime.blocking import check_may_wait, may_wait_for_others
 from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.service_thread import CoalescedJob, TimerHandle
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.tap import Tracer
@@ -289,7 +290,7 @@ class CompletionQueue:
     def __init__(
         self,
         submit: Callable[[Task], None],
-        call_later: Callable[[float, Callable[[], None]], object],
+        call_later: Callable[[float, Callable[[], None]], TimerHandle],
         decode: Callable[[Promise[Inbound]], Any],
         tracks_streams: bool = False,
         tracer: Callable[[], Tracer | None] = lambda: None,
@@ -298,10 +299,9 @@ class CompletionQueue:
         self.decode = decode
         self.tracks_streams = tracks_streams
         self._submit = submit
-        self._call_later = call_later
         self._ready: deque[RpcFuture[Any]] = deque()
         self._running: threading.Lock = threading.Lock()  # held by the one task that is running
-        self._check_scheduled = False
+        self._check = CoalescedJob(self._replace_if_stuck, call_later)
         self._closed = False
         self._own_tasks: dict[RpcFuture[Any], None] = {}  # futures whose own task has not started
 
@@ -338,7 +338,7 @@ class CompletionQueue:
             return None
         running = self._running
         if not running.acquire(blocking=False):
-            self._schedule_check()
+            self._check.schedule(STUCK_SECONDS)
             return None
         return partial(self._run, running)
 
@@ -350,7 +350,7 @@ class CompletionQueue:
     def _submit_run(self) -> None:
         running = self._running
         if not running.acquire(blocking=False):
-            self._schedule_check()
+            self._check.schedule(STUCK_SECONDS)
             return
         submitted = False
         try:
@@ -359,15 +359,8 @@ class CompletionQueue:
             if not submitted:
                 running.release()
 
-    def _schedule_check(self) -> None:
-        """Check later whether the task that is running is stuck."""
-        if not self._check_scheduled:
-            self._check_scheduled = True
-            self._call_later(STUCK_SECONDS, self._check)
-
-    def _check(self) -> None:
+    def _replace_if_stuck(self) -> None:
         """Replace the running task if futures are still ready: it may be stuck in a callback."""
-        self._check_scheduled = False
         if self._ready and self._running.locked():
             self._running = threading.Lock()  # the old task ends after its current future
             self._submit_run()
@@ -376,7 +369,7 @@ class CompletionQueue:
         try:
             while running is self._running and (future := self._next()) is not None:
                 if self._ready:
-                    self._schedule_check()  # its callbacks may wait for those behind it
+                    self._check.schedule(STUCK_SECONDS)  # its callbacks may wait for those behind it
                 future.complete()
         finally:
             running.release()

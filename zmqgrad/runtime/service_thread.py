@@ -40,12 +40,37 @@ class TimerHandle:
 
     __slots__ = ("job",)
 
-    def __init__(self, job: Job) -> None:
-        self.job: Job | None = job
+    def __init__(self, job: Job | None = None) -> None:
+        self.job = job
+        """None once it runs."""
 
     def cancel(self) -> None:
         """Cancels the job. No effect if it has run."""
         self.job = None
+
+
+class CoalescedJob:
+    """A job that runs once for all that schedule it in the meantime.
+
+    Its last handle says whether it is scheduled. A flag would stay set, and the job would never run again, if
+    Ctrl-C came between setting it and scheduling.
+
+    Args:
+        job: what runs.
+        call_later: of the timer.
+    """
+
+    __slots__ = ("_call_later", "_handle", "_job")
+
+    def __init__(self, job: Job, call_later: Callable[[float, Job], TimerHandle]) -> None:
+        self._job = job
+        self._call_later = call_later
+        self._handle = TimerHandle()
+
+    def schedule(self, seconds: float) -> None:
+        """Lets the job run in ``seconds``, unless it will run anyway. From any thread. Safe in finalizers."""
+        if self._handle.job is None:
+            self._handle = self._call_later(seconds, self._job)
 
 
 class Alarm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import threading
 import weakref
 from collections import deque
@@ -471,7 +472,7 @@ def test_two_threads_may_notify_owners_at_once(trio: Cluster) -> None:
     references = trio.workers[0].references
     rref = rpc.remote(1, list)
     assert rref.to_here() == []
-    references._flush_scheduled = True  # so that the timer does it when the test says so
+    references._flush.schedule(math.inf)  # so that the timer does it when the test says so
     del rref
     gc.collect()
     assert len(references._released) == 1

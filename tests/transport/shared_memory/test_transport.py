@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tests.support.messages import messages_of
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.service_thread import TimerHandle
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.arena import LOST
@@ -45,19 +46,22 @@ class Side:
         self.id = worker_id
         self.other: Side | None = None
         self.said: list[Message] = []
-        self.jobs: list[Callable[[], None]] = []
+        self.jobs: list[TimerHandle] = []
         self.offered: set[int] = set()
         """The segments that the other side has, as a connection to it knows."""
         self.transport = SharedMemoryTransport(f"worker{worker_id}", settings, self.notify)
         self.transport.sender = (worker_id, 10 + worker_id)
         self.transport.start(self)  # type: ignore[arg-type]
 
-    def call_later(self, seconds: float, job: Callable[[], None]) -> None:
-        self.jobs.append(job)
+    def call_later(self, seconds: float, job: Callable[[], None]) -> TimerHandle:
+        self.jobs.append(TimerHandle(job))
+        return self.jobs[-1]
 
     def run_jobs(self) -> None:
-        jobs, self.jobs = self.jobs, []
-        for job in jobs:
+        handles, self.jobs = self.jobs, []
+        for handle in handles:
+            job, handle.job = handle.job, None
+            assert job is not None
             job()
 
     def notify(self, peer: int, message: Message) -> None:

@@ -39,6 +39,7 @@ from zmqgrad.rpc.rref.protocol import (
 from zmqgrad.rpc.rref.values import OwnedValues
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.service_thread import CoalescedJob
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import IdSource, show_id
 from zmqgrad.wire.messages import (
@@ -74,7 +75,7 @@ class ReferenceTable:
         self._user = UserForks()
         self._lost: set[int] = set()  # lost workers; ids are never reused
         self._released: deque[int] = deque()
-        self._flush_scheduled = False
+        self._flush = CoalescedJob(self.flush_releases, worker.timer.call_later)
         self._closed = False
         self._views: dict[int, PeerReferences] = {}
         self._ids = IdSource(worker.id)  # own counter: ids shown to users count references, not messages
@@ -146,13 +147,10 @@ class ReferenceTable:
         if self._closed:
             return
         self._released.append(fork_id)
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._worker.timer.call_later(FLUSH_SECONDS, self.flush_releases)
+        self._flush.schedule(FLUSH_SECONDS)
 
     def flush_releases(self) -> None:
         """Notify owners of the references that were deleted here."""
-        self._flush_scheduled = False
         effects: list[Effect] = []
         while self._released:
             try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.service_thread import ServiceThread
+from zmqgrad.runtime.service_thread import CoalescedJob, ServiceThread, TimerHandle
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.local.connection import Offer
 from zmqgrad.transport.shared_memory import forks
@@ -71,8 +71,8 @@ class SharedMemoryTransport:
         self.sender = (0, 0)
         """Worker id and incarnation, for the packets with descriptors."""
         self._timer: ServiceThread | None = None
-        self._release_scheduled = False
-        self._trim_scheduled = False
+        self._release_job = CoalescedJob(self._release, self._call_later)
+        self._trim_job = CoalescedJob(self._trim, self._call_later)
         self._closed = False
         self._counting = threading.Lock()  # guards the next three
         self.fallbacks: Counter[str] = Counter()
@@ -173,7 +173,7 @@ class SharedMemoryTransport:
             with blocking_section():
                 self._arena.wait_freed(frees, min(deadline.left(), RECLAIM_SECONDS))
             self._arena.reclaim()
-        self._schedule_trim()
+        self._trim_job.schedule(TRIM_SECONDS)
         (lease,) = leases
         array = lease.segment.block(lease.offset, size)
         array.lease = lease
@@ -261,13 +261,8 @@ class SharedMemoryTransport:
             self._arena.release(peer, [lease.number for lease in result])
             raise
         self._arena.written(result)
-        self._schedule_trim()
+        self._trim_job.schedule(TRIM_SECONDS)
         return result
-
-    def _schedule_trim(self) -> None:
-        if not self._trim_scheduled:
-            self._trim_scheduled = True
-            self._schedule(TRIM_SECONDS, self._trim)
 
     def offers(self, peer: int, prepared: PreparedFrames) -> list[Offer]:
         """Return the segments that ``peer`` needs for ``prepared``."""
@@ -297,17 +292,15 @@ class SharedMemoryTransport:
 
     def _on_release(self) -> None:
         """Called by finalizers: enqueues. See Note [Finalizers only enqueue]."""
-        if not self._release_scheduled:
-            self._release_scheduled = True
-            self._schedule(RELEASE_SECONDS, self._release)
+        self._release_job.schedule(RELEASE_SECONDS)
 
-    def _schedule(self, seconds: float, job: Callable[[], None]) -> None:
+    def _call_later(self, seconds: float, job: Callable[[], None]) -> TimerHandle:
         # In a fork, another thread may hold the timer's lock for ever.
-        if self._timer is not None and not self._closed and self._pid == os.getpid():
-            self._timer.call_later(seconds, job)
+        if self._timer is None or self._closed or self._pid != os.getpid():
+            return TimerHandle()
+        return self._timer.call_later(seconds, job)
 
     def _release(self) -> None:
-        self._release_scheduled = False  # first: later releases schedule the next call
         forks.unpin_ended()
         self._collect_dropped()
         for peer in self._mapped_blocks.peers_with_releases():
@@ -320,7 +313,7 @@ class SharedMemoryTransport:
             trimmed = self._arena.trim()
             if trimmed:
                 logger.debug("%s returned %d bytes of its arena to the system", self._name, trimmed)
-            self._schedule(TRIM_SECONDS, self._trim)
+            self._trim_job.schedule(TRIM_SECONDS)
 
     # ---- counters ---------------------------------------------------------------------------------------
 
