@@ -204,23 +204,28 @@ def test_search_and_filters_choose_messages(browser: Any) -> None:
 def test_a_click_on_a_message_shows_its_fields_and_its_pair(browser: Any) -> None:
     from selenium.webdriver import ActionChains
 
+    canvas = find(browser, "#canvas")
+
+    def is_drawn(nothing: bool = False) -> bool:
+        """Whether the frame that follows a selection, after the text of the details, has been drawn."""
+        return (canvas.get_attribute("data-selected") == "-1") is nothing
+
+    canvas.send_keys("\ue00c")  # Escape
     search(browser, "onerror")
-    until(browser, lambda: shown(browser) == 2)
+    until(browser, lambda: shown(browser) == 2 and is_drawn(nothing=True))
     find(browser, "#next").click()
     details = find(browser, "#details")
-    until(browser, lambda: "CALL" in details.text)
+    until(browser, lambda: "CALL" in details.text and is_drawn())
     assert EVIL in details.text, "names are text, not HTML"
-    canvas = find(browser, "#canvas")
-    until(browser, lambda: canvas.get_attribute("data-selected-x"))
     x, y = (float(canvas.get_attribute(f"data-selected-{axis}")) for axis in "xy")
     canvas.send_keys("\ue00c")  # Escape
-    until(browser, lambda: "No message selected" in details.text)
+    until(browser, lambda: "No message selected" in details.text and is_drawn(nothing=True))
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
     size = canvas.size
     ActionChains(browser).move_to_element_with_offset(
         canvas, round(x - size["width"] / 2), round(y - size["height"] / 2)
     ).click().perform()
-    until(browser, lambda: "CALL" in details.text)
+    until(browser, lambda: "CALL" in details.text and is_drawn())
     first = canvas.get_attribute("data-selected")
     find(browser, "#pair").click()
     until(browser, lambda: "RESULT" in details.text)
