@@ -5,7 +5,7 @@ are: a page that is wider than its window, errors on the console, images that do
 not drawn, and serious or critical violations that axe-core finds. The exit code is 1 if there is a fault.
 
     python -m tools.docs.visit                          # all pages of build/site
-    python -m tools.docs.visit store hosts --shots DIR  # some pages, with a picture of each view
+    python -m tools.docs.visit store howto/races --shots DIR  # some pages, with a picture of each view
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def save(driver: Any, path: Path) -> None:
 
 def is_chosen(page: Path, names: list[str]) -> bool:
     """Whether to visit ``page``. 404.html has absolute links: it needs a server, as its readers do."""
-    return page.stem in names if names else page.name != "404.html"
+    path = str(page.relative_to(SITE).with_suffix(""))
+    return path in names or page.stem in names if names else page.name != "404.html"
 
 
 def main() -> int:
