@@ -159,6 +159,26 @@ def test_chains(trio: Cluster) -> None:
     assert nested.wait() == 3, "a callback may wait for a future that has callbacks"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_chain_may_be_longer_than_the_stack(trio: Cluster, gate: int, fails: bool) -> None:
+    """Each callback ran within the one before, and behind the first RecursionError nothing was set."""
+    first: Any = rpc.rpc_async(1, wait_at, args=(gate,), timeout=20)
+    future = first.then(lambda f: fail("first") if fails else 0)
+    seen: list[str] = []
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+    for _ in range(sys.getrecursionlimit()):
+        future = future.then(lambda f: f.value() + 1)
+    variable.set("of the last callback")
+    future.add_done_callback(lambda _: seen.append(variable.get()))
+    GATES[gate].set()
+    if fails:
+        with pytest.raises(RuntimeError, match="first"):
+            future.wait()
+    else:
+        assert future.wait() == sys.getrecursionlimit()
+    eventually(lambda: seen == ["of the last callback"])
+
+
 def test_many_callbacks_may_wait_at_once(trio: Cluster) -> None:
     def ask_again(future: Any) -> Any:
         own: Any = torch.futures.Future()

@@ -35,8 +35,36 @@ logger = logging.getLogger(__name__)
 STUCK_SECONDS = 0.02
 """How long replies wait behind a callback before another thread completes their futures."""
 
+MAX_NESTED = 20
+"""Futures of callbacks that are set within each other. A level takes five frames of Python, of 1000."""
+
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+class _Chain(threading.local):
+    """The futures of callbacks that this thread is setting: one within the callback of another."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.unset: deque[Callable[[], None]] = deque()
+
+    def set(self, set_it: Callable[[], None]) -> None:
+        """Call ``set_it``, which sets a future: at once, or in the outermost callback if many are nested."""
+        if self.depth >= MAX_NESTED:
+            self.unset.append(partial(copy_context().run, set_it))
+            return
+        self.depth += 1
+        try:
+            set_it()
+            while self.depth == 1 and self.unset:
+                self.unset.popleft()()
+        finally:
+            self.depth -= 1
+
+
+_chain = _Chain()
 
 
 class PythonFuture(torch.futures.Future[T]):
@@ -102,11 +130,11 @@ class PythonFuture(torch.futures.Future[T]):
             try:
                 value = callback(self)
             except BaseException as e:  # SystemExit, too: nothing else would ever set the child
-                child.set_exception(error_of_callback(e))
+                _chain.set(partial(child.set_exception, error_of_callback(e)))
                 if not isinstance(e, Exception):
                     raise
             else:
-                child._set_copied(value, self._copies.extend_events())
+                _chain.set(partial(child._set_copied, value, self._copies.extend_events()))
 
         self.add_done_callback(call)
         return child
