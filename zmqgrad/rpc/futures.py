@@ -63,6 +63,15 @@ class _Chain(threading.local):
         finally:
             self.depth -= 1
 
+    def run(self, callback: Callable[[Any], S], future: Any) -> S:
+        """Call ``callback(future)``. A chain of its own, as it may wait for the end of that."""
+        outer = self.depth, self.unset
+        self.depth, self.unset = 0, deque()
+        try:
+            return callback(future)
+        finally:
+            self.depth, self.unset = outer
+
 
 _chain = _Chain()
 
@@ -128,7 +137,7 @@ class PythonFuture(torch.futures.Future[T]):
 
         def call(_: object) -> None:
             try:
-                value = callback(self)
+                value = _chain.run(callback, self)
             except BaseException as e:  # SystemExit, too: nothing else would ever set the child
                 _chain.set(partial(child.set_exception, error_of_callback(e)))
                 if not isinstance(e, Exception):
@@ -136,12 +145,15 @@ class PythonFuture(torch.futures.Future[T]):
             else:
                 _chain.set(partial(child._set_copied, value, self._copies.extend_events()))
 
-        self.add_done_callback(call)
+        self._call_when_done(call)
         return child
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback(self)`` when this is done, or at once if it is. What it raises is logged."""
         check_callable(callback)
+        self._call_when_done(partial(_chain.run, callback))
+
+    def _call_when_done(self, callback: Callable[[Any], None]) -> None:
         context, recorded = copy_context(), torch.is_grad_enabled()
 
         def call(_: object) -> None:
