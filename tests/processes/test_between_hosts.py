@@ -21,6 +21,8 @@ import torch
 import zmqgrad.autograd as dist_autograd
 from tests.support.namespaces import Hosts, enter, hosts
 from tests.support.processes import free_port, run_processes
+from tools.faults.network import Network as FaultyNetwork
+from tools.faults.network import missing
 from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError
 from zmqgrad.store import TCPStore
@@ -277,3 +279,49 @@ def test_a_link_that_is_up_for_moments_loses_nobody(hosts: Hosts, tmp_path: Path
         flapping.join()
         os.close(told)
     assert calls > 0
+
+
+def send_slowly(rank: int, begun: Path) -> float:
+    enter(rank)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options())
+    seconds = 0.0
+    if rank == 0:
+        sent = torch.ones(48 << 20)  # 192 MB: 4 s
+        assert rpc.rpc_sync("w1", torch.sum, args=(sent[: 1 << 20],)) == 1 << 20
+        begun.write_bytes(b".")
+        began = time.monotonic()
+        assert rpc.rpc_sync("w1", torch.sum, args=(sent,)) == len(sent)
+        seconds = time.monotonic() - began
+    rpc.shutdown()
+    return seconds
+
+
+@pytest.mark.timeout(150)
+def test_a_firewall_that_forgets_the_connection_of_a_large_tensor(tmp_path: Path) -> None:
+    """Nothing tells either end but that no packet is acknowledged any more; new connections work.
+
+    The connection of small messages to the receiver carries nothing but acknowledgements meanwhile.
+    """
+    for feature in ("firewall", "bandwidth"):
+        if why := missing(feature):
+            pytest.skip(f"no {feature} here: {why}")
+    begun, network = tmp_path / "begun", FaultyNetwork()
+    os.mkfifo(begun)
+    told = os.open(begun, os.O_RDWR)
+    try:
+        network.open()
+        with (
+            network.shaped("tbf", "rate", "400mbit", "burst", "256kb", "latency", "50ms"),
+            ThreadPoolExecutor(1) as pool,
+        ):
+            workers = pool.submit(
+                run_processes, send_slowly, 2, (begun,), timeout=120, env=network.environment()
+            )
+            assert select.select([told], [], [], 60)[0]
+            time.sleep(1)  # it is under way
+            with network.filtered(*network.forgotten()):
+                seconds, _ = workers.result()
+    finally:
+        os.close(told)
+        network.close()
+    assert 5 < seconds < 25

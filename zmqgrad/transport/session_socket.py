@@ -29,6 +29,11 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_MS = 3000
 """Timeout of one connection attempt."""
 
+SILENT_MS = 5000
+"""How long the kernel of the other host may acknowledge nothing, until a connection counts as broken without
+a reset: a firewall or NAT has forgotten it. The session alone would learn this late while it carries a large
+message, and never while it carries nothing but acknowledgements."""
+
 NEVER = -1
 """Reconnect interval. By itself libzmq would send what was queued since before what was lost."""
 
@@ -85,6 +90,7 @@ class SessionSocket:
         try:
             socket.reconnect_ivl = NEVER
             socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+            socket.setsockopt(zmq.TCP_MAXRT, SILENT_MS)
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED | CONNECT_FAILED)
             reader.watch(self._monitor.fd, self._read_events)
             watched = True

@@ -26,6 +26,7 @@ DEFAULTS: dict[int, Any] = {
     zmq.RECONNECT_IVL_MAX: 0,
     zmq.HANDSHAKE_IVL: 30_000,
     zmq.CONNECT_TIMEOUT: 0,
+    zmq.TCP_MAXRT: 0,
     zmq.MAXMSGSIZE: -1,
     zmq.BACKLOG: 100,
     zmq.USE_FD: -1,
