@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,8 @@ kept: dict[str, Any] = {}
 promised: dict[str, torch.futures.Future[int]] = {}
 """Results of asynchronous functions that other workers will set, by token."""
 
+_parting: list[threading.Thread] = []  # they end this process
+
 parted: list[str] = []
 """Tokens of the calls that this process replied to before it killed itself."""
 
@@ -102,6 +104,8 @@ def program_with_losses(rank: int) -> dict[str, str]:
     with noting(f"shutdown:{rank}"):
         rpc.shutdown()  # whoever leaves without waiting for the others is lost to them
     job.close_store()
+    for thread in _parting:
+        thread.join()
     return outcomes
 
 
@@ -424,11 +428,14 @@ def part(token: str, seconds: float) -> torch.futures.Future[None]:
     def leave() -> None:
         time.sleep(PARTING_SECONDS)
         future.set_result(None)  # sends the reply, in this thread
-        parted.append(token)
+        with suppress(RuntimeError):
+            rpc.get_worker_info()  # this worker was not closed before, so the reply has left
+            parted.append(token)
         time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=leave, daemon=True).start()
+    _parting.append(threading.Thread(target=leave, daemon=True))
+    _parting[-1].start()
     return future
 
 
