@@ -64,13 +64,15 @@ class _Chain(threading.local):
             self.depth -= 1
 
     def run(self, callback: Callable[[Any], S], future: Any) -> S:
-        """Call ``callback(future)``. A chain of its own, as it may wait for the end of that."""
-        outer = self.depth, self.unset
-        self.depth, self.unset = 0, deque()
+        """Call ``callback(future)``, which may wait for any future that this thread has to set."""
+        outer, unset = self.depth, self.unset
+        self.depth, self.unset = 0, deque()  # so that what it makes does not wait for those around it
         try:
+            while unset:
+                self.set(unset.popleft())
             return callback(future)
         finally:
-            self.depth, self.unset = outer
+            self.depth, self.unset = outer, unset
 
 
 _chain = _Chain()
