@@ -51,6 +51,9 @@ def test_with_a_file_the_listening_address_is_reachable(
     with pytest.raises(ConfigurationError, match="no route to no-such-host"):
         facing(tmp_path, MASTER_ADDR="no-such-host")
     monkeypatch.setattr(host_address, "_UNASSIGNED_ADDRESSES", ("no-such-host",))
+    monkeypatch.setattr(host_address, "interface_addresses", lambda: [("lo", "127.0.0.1"), ("eth1", OURS)])
+    assert facing(tmp_path, ZMQGRAD_ALLOW_INSECURE="1") == OURS, "there may be hosts beside this one"
+    monkeypatch.setattr(host_address, "interface_addresses", lambda: [("lo", "127.0.0.1")])
     assert facing(tmp_path, ZMQGRAD_ALLOW_INSECURE="1") == "127.0.0.1", "there is no other host"
 
 
