@@ -471,6 +471,9 @@ def wait_to_be_interrupted(where: str, rank: int, timer: threading.Timer, presse
     pressed.wait(20)
 
 
+kept: list[rpc.RRef[Any]] = []  # Python ignores what is raised in __del__, so none may run when Ctrl-C comes
+
+
 def wait_in(where: str, rank: int) -> None:
     """Wait, in one of the ways that there are, for longer than anybody would."""
     other = f"worker{1 - rank}"
@@ -484,7 +487,8 @@ def wait_in(where: str, rank: int) -> None:
     elif where == "wait":
         rpc.rpc_async(other, wait_to_go).wait()
     elif where == "to_here":
-        rpc.remote(other, wait_to_go).to_here()
+        kept.append(rpc.remote(other, wait_to_go))
+        kept[0].to_here()
 
 
 @pytest.mark.parametrize("where", ["init_rpc", "rpc_sync", "wait", "to_here", "shutdown"])

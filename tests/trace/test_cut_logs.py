@@ -185,6 +185,7 @@ def test_a_healthy_job_that_runs_has_neither_long_waits_nor_findings(
         job = pool.submit(run_script, script, workers=2, seconds=90, env=launch_environment(traces))
         try:
             eventually(lambda: job.done() or (tmp_path / "ready").exists(), bool, 90)
+            eventually(lambda: job.done() or len(list(traces.glob("*.zgtrace"))) == 2, bool, 90)
             for _ in range(2):
                 assert main(["trace", str(traces), "--all"]) == 0
                 found.append(capsys.readouterr())
