@@ -224,11 +224,14 @@ class Autograd:
 
         Raises:
             AutogradError: if the context has ended, and the reply would have been part of its graph.
+            RpcError: if it has because this worker was shut down.
         """
         message = inbound.message
         assert isinstance(message, ForwardAutogradResp)
         context = self.contexts.get_or_create(message.context_id)
         if context is None and message.autograd_id:
+            if self._worker.closed:  # which has ended all contexts
+                raise self._worker.closed_error()
             raise AutogradError(
                 f"Couldn't find autograd context with id: {message.context_id}: it ended before the reply of "
                 f"this call arrived, so the result cannot be differentiated any more. Wait for the reply "
