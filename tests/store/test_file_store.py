@@ -25,7 +25,7 @@ from tests.support.processes import START, run_processes
 from tests.support.waiting import eventually
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
-from zmqgrad.store import FileStore, HashStore, Store
+from zmqgrad.store import FileStore, HashStore, Store, file_connection
 from zmqgrad.store import sqlite as store_sqlite
 
 PATIENCE = 20.0
@@ -389,6 +389,22 @@ def test_no_name_stands_for_the_memory_of_the_process(
 def test_the_file_is_removed_only_on_request(path: str) -> None:
     FileStore(path).close()
     assert os.path.exists(path)
+
+
+def test_a_file_that_is_removed_while_another_opens_it(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the last of a group, just as the next group meets there: SQLite reports an I/O error."""
+    FileStore(path).close()
+    connect = file_connection.connect
+
+    def connect_late(*args: Any) -> sqlite3.Connection:
+        monkeypatch.undo()
+        os.unlink(path)
+        raise StoreError("is no FileStore file: disk I/O error")
+
+    monkeypatch.setattr(file_connection, "connect", connect_late)
+    with FileStore(path, 1, PATIENCE) as store:
+        assert store.num_keys() == 0
+    assert file_connection.connect is connect
 
 
 def test_a_replaced_file_is_detected(store: FileStore, path: str) -> None:

@@ -93,7 +93,12 @@ class FileConnection:
     def _connect(self, deadline: Deadline) -> sqlite3.Connection:
         while True:
             before = _identity(self.path)
-            db = self._retry_while_locked(lambda: connect(self.path, KIND, SCHEMA, VERSION), deadline)
+            try:
+                db = self._retry_while_locked(lambda: connect(self.path, KIND, SCHEMA, VERSION), deadline)
+            except StoreError:
+                if before == _identity(self.path) or deadline.passed():
+                    raise
+                continue  # the file was replaced or removed meanwhile: SQLite has no error for that
             identity = _identity(self.path)
             if identity is not None and before in (None, identity):
                 self._identity = identity
