@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -101,6 +102,8 @@ class EtcdCluster:
         member = self._members[n]
         assert member is not None
         member.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+        if frozen:  # a thread of it on another processor may still reply
+            os.waitid(os.P_PID, member.pid, os.WSTOPPED)
 
     def compact(self) -> None:
         """Drop all revisions but the newest."""
