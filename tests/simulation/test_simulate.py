@@ -26,6 +26,13 @@ def exchange(rank: int) -> int:
     return found
 
 
+def meet_and_leave(rank: int) -> None:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
+    for _ in range(3):
+        rpc.barrier()
+    rpc.shutdown(graceful=False)
+
+
 balance = 0
 
 
@@ -52,6 +59,10 @@ def test_a_job_runs_and_a_seed_repeats_it_exactly() -> None:
     assert [run.values for run in first] == [{0: 1, 1: 1}] * 5
     assert [(run.digest, run.messages) for run in first] == [(run.digest, run.messages) for run in again]
     assert len({run.digest for run in first}) == 5
+
+
+def test_a_worker_may_leave_at_once_after_a_barrier() -> None:
+    simulate(meet_and_leave, workers=3, hosts=("a", "b"), seeds=[63, *range(20)])
 
 
 def test_the_messages_of_a_run_are_told() -> None:

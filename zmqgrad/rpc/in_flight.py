@@ -71,7 +71,8 @@ class InFlightRequests:
         self._requests: dict[int, InFlightRequest] = {}
         self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)
-        self._awaited = False
+        self.waiters = 0
+        """Threads in :meth:`wait_ended`."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -95,7 +96,7 @@ class InFlightRequests:
         """Remove a request that has been replied to."""
         request.ended = True
         self._requests.pop(request.message_id, None)
-        if self._awaited:
+        if self.waiters:
             self._notify()
 
     def _notify(self) -> None:
@@ -107,17 +108,20 @@ class InFlightRequests:
 
         The future of one whose caller has stopped waiting is not waited for.
         """
-        self._awaited = True
         with self._lock:
-            return self._ended.wait_for(
-                lambda: (
-                    not any(
-                        self._requests.get(r.message_id) is r and not (r.is_deferred and r.cancelled)
-                        for r in requests
-                    )
-                ),
-                deadline.timeout(),
-            )
+            self.waiters += 1
+            try:
+                return self._ended.wait_for(
+                    lambda: (
+                        not any(
+                            self._requests.get(r.message_id) is r and not (r.is_deferred and r.cancelled)
+                            for r in requests
+                        )
+                    ),
+                    deadline.timeout(),
+                )
+            finally:
+                self.waiters -= 1
 
     def cancel(self, source: int, message_id: int) -> None:
         """Cancel a request of ``source``, whose caller no longer waits."""

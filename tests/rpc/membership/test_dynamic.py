@@ -465,7 +465,7 @@ def test_a_worker_that_owes_a_reply_leaves_when_it_was_sent(town: Town) -> None:
     assert b.worker.pool.wait_idle(Deadline.after(WAIT))
     leaving = threading.Thread(target=lambda: b.leave(True, Deadline.after(WAIT)))
     leaving.start()
-    eventually(lambda: b.worker.server.in_flight._awaited, bool)
+    eventually(lambda: b.worker.server.in_flight.waiters, bool)
     _owed.pop().set_result(7)
     assert reply.wait() == 7
     leaving.join(WAIT)

@@ -1,7 +1,8 @@
 """Collectives over named workers: ``all_gather`` and ``barrier``.
 
 All participants make the same call. The one whose name sorts first is the root: it gathers the values by an
-asynchronous function, which replies when the last value has arrived, or when a participant is lost. A
+asynchronous function, which replies when the last value has arrived, or when a participant is lost. It goes
+on itself when the others have their replies: it may be about to leave, and nothing is sent after that. A
 sequence number per set of participants distinguishes successive collectives. A set consists of ids, not of
 names: a worker that has the name of one that has left has made none of its collectives.
 """
@@ -12,12 +13,13 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from zmqgrad.errors import RpcError, RpcTimeoutError, TransportError, UnknownWorkerError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.functions import async_execution
 from zmqgrad.rpc.futures import PythonFuture
+from zmqgrad.rpc.in_flight import InFlightRequest, served
 from zmqgrad.rpc.membership.worker_info import check_names
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.runtime.clock import Deadline
@@ -59,7 +61,8 @@ def all_gather(
         raise UnknownWorkerError(f"{worker.name} is not one of the participants: {', '.join(names)}")
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     ids = tuple(worker.membership.find(name, deadline.timeout()).id for name in names)
-    number = _collectives(worker).next_number(ids)
+    collectives = _collectives(worker)
+    number = collectives.next_number(ids)
     call = worker.call(ids[0], _contribute, (ids, number, worker.name, value), None, timeout)
     try:
         gathered: dict[str, Any] = worker.decode(worker.wait(call))
@@ -68,6 +71,9 @@ def all_gather(
             f"timed out in _all_gather after {call.timeout:.2f} seconds, "
             f"waiting for all of {', '.join(names)}: {e}"
         ) from e
+    finally:
+        if worker.id == ids[0]:
+            worker.server.in_flight.wait_ended(collectives.replying((ids, number)), deadline)
     return gathered
 
 
@@ -93,6 +99,16 @@ def _contribute(ids: tuple[int, ...], number: int, name: str, value: Any) -> Pyt
     return _collectives(current_worker()).contribute((ids, number), name, value)
 
 
+_Key: TypeAlias = "tuple[tuple[int, ...], int]"
+"""The ids of the participants of a collective, and its number."""
+
+
+class _Contribution(NamedTuple):
+    value: Any
+    result: PythonFuture[Any]
+    request: InFlightRequest | None
+
+
 class _Collectives:
     """The collectives of one worker: its sequence numbers, and the values gathered so far as root."""
 
@@ -100,26 +116,27 @@ class _Collectives:
         self._worker = worker
         self._lock = threading.Lock()  # guards all below
         self._numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
-        self._open: dict[tuple[tuple[int, ...], int], dict[str, tuple[Any, PythonFuture[Any]]]] = {}
+        self._open: dict[_Key, dict[str, _Contribution]] = {}
+        self._replying: dict[_Key, list[InFlightRequest]] = {}
 
     def next_number(self, ids: tuple[int, ...]) -> int:
         """Sequence number of the next collective of these participants."""
         with self._lock:
             return next(self._numbers[ids])
 
-    def contribute(self, key: tuple[tuple[int, ...], int], name: str, value: Any) -> PythonFuture[Any]:
+    def contribute(self, key: _Key, name: str, value: Any) -> PythonFuture[Any]:
         """Add the value of ``name``; the future is set when the last value has arrived."""
         future: PythonFuture[Any] = PythonFuture()
         with self._lock:
             gathered = self._open.setdefault(key, {})
-            gathered[name] = value, future
+            gathered[name] = _Contribution(value, future, served())
             first, last = len(gathered) == 1, len(gathered) == len(key[0])
             if last:
-                del self._open[key]
+                self._end(key)
         if last:
-            values = dict(sorted((each, found) for each, (found, _) in gathered.items()))
-            for _, waiting in gathered.values():
-                waiting.set_result(values)
+            values = {each: gathered[each].value for each in sorted(gathered)}
+            for contribution in gathered.values():
+                contribution.result.set_result(values)
         elif first:
             try:
                 self._monitor(key[0])
@@ -147,11 +164,23 @@ class _Collectives:
             names = ", ".join(map(self._worker.membership.name_of, key[0]))
             self._fail(key, self._worker.loss_of(peer, f"a collective of {names}"))
 
-    def _fail(self, key: tuple[tuple[int, ...], int], error: Exception) -> None:
+    def _fail(self, key: _Key, error: Exception) -> None:
         with self._lock:
-            gathered = self._open.pop(key, {})
-        for _, waiting in gathered.values():
-            waiting.set_exception(error)
+            gathered = self._end(key)
+        for contribution in gathered.values():
+            contribution.result.set_exception(error)
+
+    def _end(self, key: _Key) -> dict[str, _Contribution]:
+        """End a collective; the lock is held. Returns the contributions to it, the first time only."""
+        gathered = self._open.pop(key, {})
+        if gathered:
+            self._replying[key] = [c.request for c in gathered.values() if c.request is not None]
+        return gathered
+
+    def replying(self, key: _Key) -> list[InFlightRequest]:
+        """The requests by which the participants of a collective that has ended get its result."""
+        with self._lock:
+            return self._replying.pop(key, [])
 
 
 def _collectives(worker: Worker) -> _Collectives:
