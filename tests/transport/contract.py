@@ -609,6 +609,13 @@ class MailboxContract:
         with pytest.raises(ClosedError, match="it has finished"):
             b.mailbox.send(0, HELLO, 1)
 
+    def test_a_goodbye_reaches_a_peer_to_which_nothing_was_sent(self, office: Office) -> None:
+        a, b = office.open(0, ends=True), office.open(1, ends=True)
+        a.mailbox.send(1, HELLO, 1)
+        assert isinstance(b.events.get(timeout=20), Inbound)
+        b.mailbox.close("it has finished")
+        assert a.take_until_end(1) == ([], "it has finished")
+
     # ---- flushing ----------------------------------------------------------------------------------------
 
     def test_flush_waits_until_everything_has_left(self, office: Office) -> None:

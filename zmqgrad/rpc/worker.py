@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zmqgrad.errors import RpcError
+from zmqgrad.errors import RpcError, UnknownPeerError
 from zmqgrad.rpc.callee import Callee
 from zmqgrad.rpc.client import Client
 from zmqgrad.rpc.core import WorkerCore
@@ -163,7 +163,11 @@ class Worker(WorkerCore):
         )
 
     def _address_of(self, peer: int) -> PeerAddress:
-        record = self.membership.record(peer)
+        record = self.membership.find_known(peer)
+        if record is None:
+            if self.closed:
+                raise UnknownPeerError(f"{self.name} is closed, and has not looked up worker {peer}")
+            record = self.membership.find(peer)
         return PeerAddress(record.endpoints, record.incarnation)
 
     def ask(

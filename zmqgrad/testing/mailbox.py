@@ -62,6 +62,7 @@ class MemoryMailbox:
         self._on_end: OnEnd | None = None
         self._handling = False
         self._peer_endpoints: dict[int, str] = {}
+        self._heard: dict[int, None] = {}  # the peers of which something has arrived
         self._counters = dict.fromkeys(
             ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "malformed"), 0
         )
@@ -196,6 +197,7 @@ class MemoryMailbox:
             self._told.add(envelope.source)
             self.end(envelope.source, message.reason)
             return
+        self._heard[envelope.source] = None
         inbound = Inbound(envelope, message, frames[1:], sum(map(len, frames)))
         self._counters["messages_received"] += 1
         self._counters["bytes_received"] += inbound.size
@@ -249,7 +251,7 @@ class MemoryMailbox:
 
     def close(self, goodbye: str = "") -> None:
         """Stop sending and receiving. Queued messages are lost. Idempotent."""
-        for peer in list(self._peer_endpoints) if goodbye and self.is_open else ():
+        for peer in [*{**self._peer_endpoints, **self._heard}] if goodbye and self.is_open else ():
             if peer != self.worker_id and peer not in self._ended:
                 self._say_goodbye(peer, goodbye)
         with self._network.lock:

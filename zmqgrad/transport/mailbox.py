@@ -462,14 +462,15 @@ class ZmqMailbox(Mailbox):
         """Sends the last message of a link, unless the peer has certainly ended."""
         first = encode(Goodbye(reason[:1000]), self.worker_id, self.incarnation, 0)
         try:
-            local = link.local  # read once: the reading thread may shut the link just now
+            with link.lock:  # another thread may be just opening the link
+                local, session = link.local, link.session
+                if session is not None:
+                    session.send_last(first)
             if local is not None:
                 self._links.send_packet(link, local, first, awaited=False)
-            else:
-                with link.lock:
-                    if link.session is not None:
-                        link.session.send_last(first)
-        except (ZmqgradError, zmq.ZMQError) as e:
+            elif session is None and self._links.closed and link.paths:  # nothing was sent to it so far
+                self._links.send_once(link, first, GOODBYE_LINGER_MS)
+        except (ZmqgradError, OSError, zmq.ZMQError) as e:
             logger.debug("%s: worker %d does not get the last message: %s", self._name, link.peer, e)
 
     def _refuse(self, link: Link) -> None:
