@@ -33,7 +33,8 @@ FROZEN_SECONDS = 2.0
 """How long a worker may be silent, if others are not to lose it."""
 
 JOIN_SECONDS = 5.0
-"""How long a worker that wants to leave waits for worker 0, which may not have joined yet."""
+"""How long a worker that wants to leave waits for worker 0, which may not have joined yet: longer, if it may
+be stopped meanwhile."""
 
 FIRST = "worker0"
 
@@ -135,6 +136,7 @@ def program_with_freezes(rank: int) -> dict[str, str]:
         PATIENCE, liveness_timeout=1.0, frozen_timeout=frozen, join_timeout=PATIENCE
     )
     member.pause = 2.0
+    member.join_seconds = PATIENCE
     member.live(0)
     return outcomes
 
@@ -147,6 +149,7 @@ class Member(Job):
         del os.environ["WORLD_SIZE"]
         self.patience = PATIENCE
         """How long worker 0 waits for the others to leave."""
+        self.join_seconds = JOIN_SECONDS
         self.pause = 0.02
         """How long it rests between two steps, at most."""
 
@@ -175,7 +178,7 @@ class Member(Job):
             self._wait_for_the_others(life)
         elif last:
             with self.noting(f"{self.rank}.{number}depart", life):
-                rpc.wait_for_workers([FIRST], JOIN_SECONDS)
+                rpc.wait_for_workers([FIRST], self.join_seconds)
                 rpc.rpc_sync(FIRST, depart, args=(life.number,))
         life.leaving = time.monotonic()
         try:
