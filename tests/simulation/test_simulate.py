@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.testing.simulation import Run, SimulationFailed, __main__, simulate
@@ -134,6 +137,26 @@ def test_a_seed_of_a_campaign_is_the_same_schedule_when_it_runs_alone() -> None:
     command = [sys.executable, "-m", "zmqgrad.testing.simulation", "--seed", "1"]
     alone = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert alone.stdout.endswith(f"seed 1: ended well (digest {found.digest:x})\n")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_no_process_outlives_a_campaign_that_is_killed() -> None:
+    command = [sys.executable, "-m", "zmqgrad.testing.simulation", "--minutes", "5", "--jobs", "1"]
+    campaign = subprocess.Popen(command, start_new_session=True)
+    children = Path(f"/proc/{campaign.pid}/task/{campaign.pid}/children")
+    eventually(lambda: len(children.read_text().split()) == 2)  # one is the resource tracker
+    campaign.kill()
+    campaign.wait()
+    eventually(partial(_has_members, campaign.pid), lambda found: not found)
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_campaign_names_each_seed_that_fails_and_how_to_repeat_it(

@@ -12,6 +12,7 @@ from itertools import cycle, islice
 from multiprocessing.queues import SimpleQueue
 from typing import Any, NamedTuple
 
+from zmqgrad.elastic.agent.death_signal import die_with_parent
 from zmqgrad.testing.simulation import dynamic_programs, elastic_programs, oracles, programs
 from zmqgrad.testing.simulation.campaign import Faults, Run, run_seed
 
@@ -101,6 +102,9 @@ def _begin(processors: SimpleQueue[int]) -> None:
     Warnings are written nowhere, but written: the text of one may take a lock, which is a point, so without
     them a seed would be another schedule than when it runs again.
     """
+    campaign = multiprocessing.parent_process()
+    if campaign is not None and (request_death_signal := die_with_parent(campaign.pid or 0)) is not None:
+        request_death_signal()  # otherwise it would wait for seeds for ever
     logging.getLogger().addHandler(logging.StreamHandler(io.StringIO()))
     os.sched_setaffinity(0, {processors.get()})
 
