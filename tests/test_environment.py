@@ -61,7 +61,7 @@ def test_switches(text: str, means: bool) -> None:
 
 
 def test_a_switch_between_on_and_off() -> None:
-    with pytest.raises(ConfigurationError, match="ZMQGRAD_ALLOW_INSECURE is 'perhaps'; it must be 1 or 0"):
+    with pytest.raises(ConfigurationError, match="ZMQGRAD_ALLOW_INSECURE is 'Perhaps'; it must be 1 or 0"):
         environment.allows_insecure({"ZMQGRAD_ALLOW_INSECURE": "Perhaps"})
 
 
@@ -301,7 +301,7 @@ def test_sizes(text: str, means: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "1.5G", "1KB", "K", "many", "1 G", "\u0663"])
 def test_a_malformed_size(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"ZMQGRAD_ARENA_LIMIT is .* a number of bytes"):
+    with pytest.raises(ConfigurationError, match=rf"ZMQGRAD_ARENA_LIMIT is {text!r}.* a number of bytes"):
         environment.arena_limit({"ZMQGRAD_ARENA_LIMIT": text})
 
 

@@ -62,9 +62,8 @@ def _invalid(variable: str, text: str, expected: str) -> ConfigurationError:
 
 
 def _parse_bytes(variable: str, text: str) -> int:
-    text = text.upper()
-    digits = text.rstrip("KMG")
-    unit = _UNITS.get(text[len(digits) :])
+    digits = text.rstrip("KMGkmg")
+    unit = _UNITS.get(text[len(digits) :].upper())
     if unit is None or not (digits.isascii() and digits.isdigit()):
         raise _invalid(variable, text, "a number of bytes: 65536, 64K, 2G")
     return int(digits) * unit
@@ -84,10 +83,9 @@ def _parse_seconds(variable: str, text: str) -> float:
 
 
 def _parse_switch(variable: str, text: str) -> bool:
-    text = text.lower()
-    if text in ("1", "true", "yes", "on"):
+    if text.lower() in ("1", "true", "yes", "on"):
         return True
-    if text in ("0", "false", "no", "off"):
+    if text.lower() in ("0", "false", "no", "off"):
         return False
     raise _invalid(variable, text, "1 or 0")
 

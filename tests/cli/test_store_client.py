@@ -109,7 +109,7 @@ def test_missing_keys(ask: Ask, store: TCPStore) -> None:
     assert ask("wait", "k", "x", "y", "--timeout", "0.01") == (
         3,
         "",
-        "zmqgrad store wait: no such key: 'x', 'y'\n",
+        "zmqgrad store wait: no such key after 0.01 s: 'x', 'y'\n",
     )
     assert ask("delete", "k", "x") == (3, "", "zmqgrad store delete: no such key: 'x'\n")
     assert not store.check(["k"])

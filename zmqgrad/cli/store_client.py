@@ -161,9 +161,9 @@ def _print(arguments: argparse.Namespace, text: str, found: object) -> None:
     print(json.dumps(found, ensure_ascii=False) if arguments.json else text)
 
 
-def _missing(name: str, keys: list[str]) -> int:
+def _missing(name: str, keys: list[str], when: str = "") -> int:
     shown = ", ".join(map(repr, keys))
-    print(f"zmqgrad store {name}: no such key: {shown}", file=sys.stderr)
+    print(f"zmqgrad store {name}: no such key{when}: {shown}", file=sys.stderr)
     return EXIT_MISSING
 
 
@@ -221,7 +221,9 @@ def _wait(store: Store, arguments: argparse.Namespace) -> int:
     try:
         store.wait(arguments.keys)
     except StoreTimeoutError:
-        return _missing("wait", [key for key in arguments.keys if not store.check([key])])
+        absent = [key for key in arguments.keys if not store.check([key])]
+        if absent:
+            return _missing("wait", absent, f" after {store.timeout.total_seconds():g} s")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -146,6 +146,33 @@ def test_a_worker_may_join_again_after_a_timeout() -> None:
     assert all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made]) == [None] * 3
     for g in made:
         g.close()
+
+
+class LateStore(PrefixStore):
+    """Says first that what it is to read does not exist yet."""
+
+    is_late = True
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        if self.is_late:
+            self.is_late = False
+            raise StoreTimeoutError("not yet")
+        return super().multi_get(keys)
+
+
+def test_a_worker_whose_time_ends_just_as_the_last_one_joins() -> None:
+    """The store replied that a record was missing, and then that all are there."""
+    store = HashStore()
+    first, second = groups(2, store=store)
+    late = LateStore("g", store)
+    first = FixedGroup(first.worker, late)
+    joining = threading.Thread(target=join(second))
+    joining.start()
+    eventually(lambda: store.check(["g/worker/1"]))
+    first.join(Deadline.after(0))
+    assert not late.is_late
+    joining.join(20)
+    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in (first, second)]) == [None] * 2
 
 
 def test_a_duplicate_name_fails_all_workers() -> None:

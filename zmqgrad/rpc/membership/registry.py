@@ -328,6 +328,8 @@ class Registry:
                         check()
             except StoreError as e:  # rank 0, which serves the store, timed out earlier, or was killed
                 raise self._did_not_join(world_size, missing, f" [{e}]") from e
+            if not missing:  # the last of them has joined since
+                continue
             if deadline.passed():
                 raise self._did_not_join(world_size, missing)
             log.warning("%s waits: %s", self._own.name, _describe_missing(world_size, missing))
@@ -345,6 +347,11 @@ class Registry:
         return [rank for rank, key in enumerate(keys) if key not in present]
 
     def _did_not_join(self, world_size: int, ranks: list[int], why: str = "") -> RendezvousTimeoutError:
+        if not ranks:
+            return RendezvousTimeoutError(
+                f"{self._own.name}: all {world_size} workers have joined, but the store that has their "
+                f"addresses no longer replies: the process that serves it has ended{why}"
+            )
         return RendezvousTimeoutError(
             f"{self._own.name}: {_describe_missing(world_size, ranks)}, or allow more "
             f"time: init_rpc waits for RpcBackendOptions(join_timeout=SECONDS), 1800 if not set{why}"
