@@ -130,8 +130,10 @@ def check_hang(directory: Path, interrupted: bool) -> None:
     code, text = view(directory, str(directory), "--seconds", "30")
     assert code == 3
     assert text.startswith("PROBLEM: Deadlock: worker0 -> worker1 -> worker0: each waits for the next")
+    # The first worker that Ctrl-C reaches releases its lock, by which the other may get its reply in time.
+    least = 1 if interrupted else 2
     for part in ("in move: rpc.rpc_sync(to, add", "runs tests/trace/cases/deadlock.py:24 in add: with lock:"):
-        assert text.count(part) >= 2, text
+        assert text.count(part) >= least, text
     assert ("until the job was interrupted" in text) is interrupted
     assert "failed in" not in text, "a consequence of Ctrl-C"
 
