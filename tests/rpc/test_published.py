@@ -481,7 +481,7 @@ def test_versions_are_whole_while_others_are_published(trio: Cluster) -> None:
     def read(rank: int) -> int:
         with trio.acting(rank), rpc.subscribe("policy") as subscription:
             versions = []
-            while not stop.is_set() or versions[-1] < 50:
+            while not stop.is_set() or versions[-1:] < [50]:
                 tensors = subscription.wait(0)
                 assert values(tensors) == {float(tensors.version - 1)}
                 versions.append(tensors.version)
