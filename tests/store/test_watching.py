@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,19 @@ def test_a_task_waits_no_longer_than_its_timeout(store: Store) -> None:
         asyncio.run(main())
 
 
+def test_an_open_watch_keeps_no_loop_that_has_ended(store: Store) -> None:
+    async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
+        for _ in range(2):
+            with pytest.raises(StoreTimeoutError):
+                await watch.__anext__()
+        return weakref.ref(asyncio.get_running_loop())
+
+    with store.watch("k", timeout=0.01) as watch:
+        loop = asyncio.run(main())
+        gc.collect()
+        assert loop() is None
+
+
 # ---- cached reads -----------------------------------------------------------------------------------------
 
 
@@ -276,6 +291,24 @@ def test_a_cached_read_waits_for_the_key(store: Store) -> None:
     writer.start()
     assert store.get_cached("k") == b"1"
     writer.join(PATIENCE)
+
+
+def test_a_cached_read_whose_watch_is_ended_meanwhile_watches_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked the store again and again instead, for ever."""
+    waits, get = threading.Event(), Store.get
+    monkeypatch.setattr(Store, "get", lambda self, key: (waits.set(), get(self, key))[1])
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(store.get_cached("k")), daemon=True)
+    reader.start()
+    assert waits.wait(PATIENCE)
+    store.unwatch_key("k")
+    store.set("k", "1")
+    reader.join(PATIENCE)
+    assert found == [b"1"]
+    store.set("k", "2")
+    eventually(lambda: store.get_cached("k"), lambda value: value == b"2", PATIENCE)
 
 
 def test_cached_reads_send_no_query_and_never_go_back() -> None:

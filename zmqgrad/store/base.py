@@ -315,15 +315,13 @@ class Store(ABC):
         :meth:`get`.
         """
         registry, key = self._registry, as_key(key)
-        value = registry.cached_value(key)
-        if value is None and not registry.is_watched(key):
-            self._watch(key, IGNORE_EVENTS)
-            value = registry.cached_value(key)
-        while value is None:
-            # Its result could be newer than the next cached value, so take that from the cache itself.
-            self.get(key)
-            registry.refresh(key)
-            value = registry.cached_value(key)
+        while (value := registry.cached_value(key)) is None:
+            if registry.is_watched(key):
+                # Its result could be newer than the next cached value, so take that from the cache itself.
+                self.get(key)
+                registry.refresh(key)
+            else:  # this is the first call, or another thread has ended the watch
+                self._watch(key, IGNORE_EVENTS)
         return value
 
     # ---- timeouts and lifetime --------------------------------------------------------------------------

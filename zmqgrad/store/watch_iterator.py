@@ -24,7 +24,7 @@ class EventQueue(EventHandler):
         self._changed = threading.Condition(self._lock)
         self._events = EventBacklog()
         self._ended = False
-        self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._async_waiters: dict[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]], None] = {}
 
     def __call__(self, event: WatchEvent) -> None:
         """Queue ``event``."""
@@ -41,7 +41,7 @@ class EventQueue(EventHandler):
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        waiters, self._async_waiters = self._async_waiters, []
+        waiters, self._async_waiters = self._async_waiters, {}
         for loop, future in waiters:
             try:
                 loop.call_soon_threadsafe(_set, future)
@@ -80,9 +80,13 @@ class EventQueue(EventHandler):
                 if event is not None or deadline.passed():
                     return event
                 loop = asyncio.get_running_loop()
-                future: asyncio.Future[None] = loop.create_future()
-                self._async_waiters.append((loop, future))
-            await asyncio.wait([future], timeout=deadline.timeout())
+                waiter = loop, loop.create_future()
+                self._async_waiters[waiter] = None
+            try:
+                await asyncio.wait([waiter[1]], timeout=deadline.timeout())
+            finally:
+                with self._lock:  # else those whose time ends would be kept until the next event
+                    self._async_waiters.pop(waiter, None)
 
 
 class Watch:
