@@ -5,11 +5,13 @@ Not :mod:`selectors`: its bookkeeping costs as much as a server's whole work for
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import select
 import sys
 from collections.abc import Callable
+from functools import partial
 
 READ, WRITE = 1, 4
 """Event masks, the same for epoll and poll."""
@@ -19,6 +21,10 @@ MAX_SECONDS = 3600.0
 
 _MAX_MILLISECONDS = 1 << 30
 _ONE = (1).to_bytes(8, "little")
+
+if hasattr(os, "eventfd"):
+    _write_with_gil = ctypes.PyDLL(None).eventfd_write
+    _write_with_gil.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 
 def to_milliseconds(seconds: float | None) -> int:
@@ -71,6 +77,19 @@ class Wakeup:
             os.write(self._write, _ONE)
         except BlockingIOError:
             return  # the pipe is full, hence readable
+
+    def setter(self) -> Callable[[], object]:
+        """Returns a function that does as :meth:`set`, and keeps the descriptor open; on Linux, one of C.
+
+        For finalizers, which run in the middle of long calls of C: the Ctrl-C that has come meanwhile is
+        raised by the next line of Python, and would be lost if that were one of a finalizer. No other thread
+        runs before the finalizer ends.
+        """
+        if not hasattr(os, "eventfd"):
+            return self.set
+        write = partial(_write_with_gil, self._write, 1)
+        vars(write)["wakeup"] = self
+        return write
 
     def clear(self) -> None:
         """Makes the descriptor unreadable."""

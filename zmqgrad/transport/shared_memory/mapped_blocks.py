@@ -1,8 +1,8 @@
 """The receiving side: segments of peers that are mapped here, their blocks in use, and blocks to release.
 
-A block is in use as long as anything is built on it. A weak reference notices the end; its callback only
-enqueues the release. Until it is released, a block belongs to its reader: the sender does not write to it. It
-is not released while a fork of this process may read it: see Note [Forks and blocks] in
+A block is in use as long as anything is built on it. A weak reference notices the end (:data:`Deaths`). Until
+it is released, a block belongs to its reader: the sender does not write to it. It is not released while a
+fork of this process may read it: see Note [Forks and blocks] in
 :mod:`~zmqgrad.transport.shared_memory.forks`.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.base import Buffer, no_memory
@@ -23,28 +23,53 @@ from zmqgrad.transport.shared_memory.segment import MappedSegment
 from zmqgrad.wire.messages import MAX_TENSORS, ArenaOffer, FrameBuffer, FrameSlice, Manifest
 
 
-class _BlockRef(weakref.ref[Any]):
-    """Weak reference to the array of a block, at a third of the cost of ``weakref.finalize``."""
+class BlockRef(weakref.ref[Any]):
+    """Weak reference to the array of ``block``, which is in ``references``."""
 
-    __slots__ = ("block",)
+    __slots__ = ("block", "references")
+    __hash__ = object.__hash__  # that of a weak reference raises once its object is gone
     block: int
+    references: dict[int, BlockRef]
+
+    def end(self) -> int:
+        """Drop this reference, as its array is gone. Returns the number of the block."""
+        if self.references.get(self.block) is self:
+            del self.references[self.block]
+        return self.block
+
+
+Deaths: TypeAlias = "defaultdict[BlockRef | int, object]"
+"""The references of blocks that are not in use any more, and numbers of such blocks.
+
+``__missing__`` adds its argument, and calls the factory, which wakes the thread that releases them. Both are
+functions of C: see :meth:`~zmqgrad.runtime.polling.Wakeup.setter`.
+"""
+
+
+def watch_block(array: Any, block: int, references: dict[int, BlockRef], deaths: Deaths) -> None:
+    """Add a reference to the array of ``block`` to ``references``, which ``deaths`` gets in the end."""
+    reference = BlockRef(array, deaths.__missing__)
+    reference.block, reference.references = block, references
+    # Kept by the array, too: a function of C does not keep its argument, which others may drop meanwhile from
+    # ``references``, if the collector runs in it.
+    array.reference = references[block] = reference
 
 
 class _PeerSegment:
-    """One mapped segment with its blocks in use. Numbers of dead blocks are appended to ``released``."""
+    """One mapped segment with its blocks in use, of which ``released`` gets those that are not any more."""
 
-    def __init__(self, mapped: MappedSegment, released: deque[int], on_release: Callable[[], None]) -> None:
+    def __init__(self, mapped: MappedSegment, released: Deaths) -> None:
         self._mapped = mapped
         self._released = released
-        self._on_release = on_release
-        self._in_use: dict[int, _BlockRef] = {}
+        self._in_use: dict[int, BlockRef] = {}
         self._pins: dict[forks.Fork, list[Any]] = {}  # the arrays that each living fork may read
         forks.watch(self)
 
     def open(self, buffer: FrameBuffer) -> memoryview:
         """Return the bytes of a block, which is in use until nothing refers to them."""
         block, offset, size = buffer.block, buffer.offset, buffer.size
-        if block in self._in_use:
+        known = self._in_use.get(block)
+        if known is not None and known() is not None:
             raise ProtocolError(f"block {block} was received twice")
         if offset % ALIGNMENT or not 0 < size <= self._mapped.size - offset:
             raise ProtocolError(
@@ -53,20 +78,10 @@ class _PeerSegment:
         try:
             array = self._mapped.block(offset, size, buffer.shared)
         except MemoryError:
-            self._release(block)
+            self._released.__missing__(block)
             raise
-        reference = self._in_use[block] = _BlockRef(array, self._on_death)
-        reference.block = block
+        watch_block(array, block, self._in_use, self._released)
         return memoryview(array).cast("B")
-
-    def _on_death(self, reference: _BlockRef) -> None:
-        """Called by the collector at any line of any thread, so it only enqueues."""
-        self._in_use.pop(reference.block, None)
-        self._release(reference.block)
-
-    def _release(self, block: int) -> None:
-        self._released.append(block)
-        self._on_release()
 
     def pin(self, fork: forks.Fork) -> bool:
         """Implements :meth:`forks.Pinnable.pin`."""
@@ -82,24 +97,25 @@ class _PeerSegment:
         """Unmap with the last block in use. Nothing will be released, so forks need not keep anything."""
         forks.unwatch(self)
         self._pins.clear()
+        self._in_use.clear()
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of blocks in use and of blocks pinned by forks."""
         pinned = {id(array) for arrays in list(self._pins.values()) for array in arrays}
-        return len(self._in_use), len(pinned)
+        return sum(reference() is not None for reference in list(self._in_use.values())), len(pinned)
 
 
 class MappedBlocks:
     """Blocks of peers.
 
     Args:
-        on_release: called at any line of any thread when there is a block to release.
+        on_release: a function of C, called at any line of any thread when there is a block to release.
     """
 
-    def __init__(self, on_release: Callable[[], None]) -> None:
+    def __init__(self, on_release: Callable[[], object]) -> None:
         self._on_release = on_release
         self._segments: dict[tuple[int, int], _PeerSegment] = {}  # by peer and segment id
-        self._released: dict[int, deque[int]] = {}  # by peer; filled by finalizers
+        self._released: dict[int, Deaths] = {}  # by peer
         self._closed = False
         self._lock = threading.Lock()  # guards additions to _segments
         self.has_releases: Callable[[int], object] = self._released.get
@@ -119,8 +135,8 @@ class MappedBlocks:
                 mapped = MappedSegment(fd, offer.size)
             except (OSError, ValueError, OverflowError) as e:
                 raise ProtocolError(f"shared memory of worker {peer} cannot be mapped: {e}") from e
-            released = self._released.setdefault(peer, deque())
-            self._segments[peer, offer.segment] = _PeerSegment(mapped, released, self._on_release)
+            released = self._released.setdefault(peer, defaultdict(self._on_release))
+            self._segments[peer, offer.segment] = _PeerSegment(mapped, released)
 
     def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> list[Buffer]:
         """Return the frames of a message of ``peer``. ``Inbound.release_frames`` can empty the list.
@@ -162,16 +178,17 @@ class MappedBlocks:
         taken: list[int] = []
         while released and len(taken) < MAX_TENSORS:
             try:
-                taken.append(released.popleft())
-            except IndexError:  # another thread took the last one
+                gone, _ = released.popitem()
+            except KeyError:  # another thread took the last one
                 break
+            taken.append(gone if isinstance(gone, int) else gone.end())
         return tuple(taken)
 
     def restore_releases(self, peer: int, blocks: Sequence[int]) -> None:
         """Put back what :meth:`take_releases` returned and could not be sent."""
         released = self._released.get(peer)
         if released is not None:
-            released.extend(blocks)
+            released.update(dict.fromkeys(blocks))
 
     def peers_with_releases(self) -> list[int]:
         """Return the peers with blocks to release."""
@@ -184,6 +201,11 @@ class MappedBlocks:
             segment = self._segments.pop(key, None)
             if segment is not None:
                 segment.close()
+
+    def stop_waking(self) -> None:
+        """In a forked child: call ``on_release`` no more."""
+        for released in list(self._released.values()):
+            released.default_factory = int
 
     def close(self) -> None:
         """Drop the segments of all peers, as :meth:`forget`. Idempotent."""

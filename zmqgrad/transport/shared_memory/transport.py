@@ -11,21 +11,22 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.forks import in_forks
+from zmqgrad.runtime.polling import READ, Wakeup
 from zmqgrad.runtime.service_thread import CoalescedJob, ServiceThread, TimerHandle
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.local.connection import Offer
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.arena import OWN, Arena, Lease
 from zmqgrad.transport.shared_memory.copier import Copier
-from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
+from zmqgrad.transport.shared_memory.mapped_blocks import BlockRef, Deaths, MappedBlocks, watch_block
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan, shared_part
 from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
@@ -62,16 +63,17 @@ class SharedMemoryTransport:
         self._arena = Arena(settings.limit if supported() else 0)
         self._copier = Copier(name)
         self._copy, self.join = self._copier.copy, self._copier.join
-        self._mapped_blocks = MappedBlocks(self._on_release)
+        self._deaths = Wakeup()
+        """Set by finalizers of blocks."""
+        self._mapped_blocks = MappedBlocks(self._deaths.setter())
         self.on_offer = self._mapped_blocks.map
-        self._dropped: deque[int] = deque()  # own leases of shared blocks; filled by finalizers
-        self._references: dict[int, weakref.ref[Any]] = {}  # of their arrays, by lease
+        self._dropped: Deaths = defaultdict(self._deaths.setter())  # own leases of shared blocks
+        self._references: dict[int, BlockRef] = {}  # of their arrays, by lease
         self.has_releases = self._mapped_blocks.has_releases
         """Returns, as a truth value, whether there are blocks to release to a peer."""
         self.sender = (0, 0)
         """Worker id and incarnation, for the packets with descriptors."""
         self._timer: ServiceThread | None = None
-        self._release_job = CoalescedJob(self._release, self._call_later)
         self._trim_job = CoalescedJob(self._trim, self._call_later)
         self._closed = False
         self._counting = threading.Lock()  # guards the next three
@@ -82,6 +84,9 @@ class SharedMemoryTransport:
     def start(self, timer: ServiceThread | None) -> None:
         """Release blocks by ``timer`` if no other message does."""
         self._timer = timer
+        in_forks(self, SharedMemoryTransport._stop_waking)
+        if timer is not None:
+            timer.watch(self._deaths.fd, READ, self._release_soon)
 
     # ---- sending ----------------------------------------------------------------------------------------
 
@@ -177,13 +182,7 @@ class SharedMemoryTransport:
         (lease,) = leases
         array = lease.segment.block(lease.offset, size)
         array.lease = lease
-        dropped, on_release = self._dropped, self._on_release
-
-        def on_death(reference: weakref.ref[Any]) -> None:
-            dropped.append(lease.number)
-            on_release()
-
-        self._references[lease.number] = weakref.ref(array, on_death)
+        watch_block(array, lease.number, self._references, self._dropped)
         return array
 
     def write(self, array: Any, offset: int, data: Frame) -> None:
@@ -215,11 +214,11 @@ class SharedMemoryTransport:
     def _collect_dropped(self) -> None:
         while self._dropped:
             try:
-                number = self._dropped.popleft()
-            except IndexError:  # another thread took it
+                gone, _ = self._dropped.popitem()
+            except KeyError:  # another thread took it
                 return
-            self._references.pop(number, None)
-            self._arena.release(OWN, [number])
+            assert isinstance(gone, BlockRef)
+            self._arena.release(OWN, [gone.end()])
 
     def rollback(self, peer: int, prepared: PreparedFrames, *, perhaps_sent: bool = False) -> None:
         """Undo :meth:`prepare`: ``prepared`` was not sent.
@@ -290,9 +289,16 @@ class SharedMemoryTransport:
 
     # ---- releases and unused memory ---------------------------------------------------------------------
 
-    def _on_release(self) -> None:
-        """Called by finalizers: enqueues. See Note [Finalizers only enqueue]."""
-        self._release_job.schedule(RELEASE_SECONDS)
+    def _release_soon(self, _: int) -> None:
+        """A block is not in use any more. In the service thread, which is woken no more before it has run."""
+        if self._timer is not None and not self._closed:
+            self._timer.rewatch(self._deaths.fd, 0)
+            self._timer.call_later(RELEASE_SECONDS, self._release)
+
+    def _stop_waking(self) -> None:
+        """In a forked child: write to the descriptor no more. It is the parent's, or closed."""
+        self._dropped.default_factory = int
+        self._mapped_blocks.stop_waking()
 
     def _call_later(self, seconds: float, job: Callable[[], None]) -> TimerHandle:
         # In a fork, another thread may hold the timer's lock for ever.
@@ -301,6 +307,9 @@ class SharedMemoryTransport:
         return self._timer.call_later(seconds, job)
 
     def _release(self) -> None:
+        if self._timer is not None and not self._closed:
+            self._deaths.clear()
+            self._timer.rewatch(self._deaths.fd, READ)
         forks.unpin_ended()
         self._collect_dropped()
         for peer in self._mapped_blocks.peers_with_releases():
@@ -336,6 +345,8 @@ class SharedMemoryTransport:
     def stop(self) -> None:
         """Stop leasing and releasing. What was received can still be opened. Idempotent."""
         self._closed = True
+        if self._timer is not None:
+            self._timer.unwatch(self._deaths.fd)
         self._copier.close()
         self._arena.close()
 

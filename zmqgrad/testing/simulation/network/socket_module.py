@@ -8,10 +8,10 @@ import io
 import os
 import socket as real
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from zmqgrad.testing.simulation.network.kernel import FIRST_FD, Process, RealFd, failure
+from zmqgrad.testing.simulation.network.kernel import FIRST_FD, EventFd, Process, RealFd, failure
 from zmqgrad.testing.simulation.network.stream import READ, WRITE, Passed, Socket
 
 _INT = struct.Struct("@i")
@@ -413,26 +413,37 @@ _HARMLESS = ("CMSG_LEN", "CMSG_SPACE", "inet_ntoa", "inet_aton", "inet_pton", "i
 
 
 class _Library:
-    """The C library, of which only ``send`` exists."""
+    """The C library: two functions of it. As they keep the GIL, no other thread runs meanwhile."""
 
     def __init__(self, module: CtypesModule) -> None:
-        self._module = module
-        self.send = _Send(module)
+        self._get = module.process.get
+        self.send = _Function(module, self._send)
+        self.eventfd_write = _Function(module, self._eventfd_write)
+
+    def _send(self, fd: int, data: bytes, size: int, flags: int) -> int:
+        file = self._get(fd)
+        if not isinstance(file, Socket):
+            raise failure(errno.ENOTSOCK)
+        return file.send(data[:size], file.blocking and not flags & real.MSG_DONTWAIT)
+
+    def _eventfd_write(self, fd: int, value: int) -> int:
+        file = self._get(fd)
+        if not isinstance(file, EventFd):
+            raise failure(errno.EINVAL)
+        file.write(value.to_bytes(8, "little"))
+        return 0
 
 
-class _Send:
-    def __init__(self, module: CtypesModule) -> None:
+class _Function:
+    def __init__(self, module: CtypesModule, call: Callable[..., int]) -> None:
         self._module = module
+        self._call = call
         self.argtypes: Any = None
         self.restype: Any = None
 
-    def __call__(self, fd: int, data: bytes, size: int, flags: int) -> int:
+    def __call__(self, *args: Any) -> int:
         try:
-            file = self._module.process.get(fd)
-            if not isinstance(file, Socket):
-                raise failure(errno.ENOTSOCK)
-            # Like the call that keeps the GIL: no other thread runs meanwhile.
-            return file.send(data[:size], file.blocking and not flags & real.MSG_DONTWAIT)
+            return self._call(*args)
         except OSError as e:
             self._module.errno = e.errno or errno.EIO
             return -1
