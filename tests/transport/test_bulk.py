@@ -15,10 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.signals import interrupted_in_c
+from tests.support.waiting import eventually
 from tests.transport.contract import Office, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport import bulk
 from zmqgrad.transport.bulk import BufferPool, Reassembler, inline, split, split_first
 from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
@@ -41,6 +44,15 @@ from zmqgrad.wire.messages import (
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "CHUNK_BYTES", 1000)
+
+
+@pytest.fixture
+def service() -> Iterator[ServiceThread]:
+    service = ServiceThread("w")
+    service.start()
+    yield service
+    service.close()
+    assert service.join(Deadline.after(10)) == []
 
 
 def some_bytes(size: int) -> bytes:
@@ -138,6 +150,9 @@ def test_unused_buffers_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
         def call_later(self, seconds: float, job: Any) -> None:
             jobs.append(job)
 
+        def watch(self, fd: int, mask: int, handler: Any) -> None:
+            pass
+
     buffers = BufferPool()
     buffers.start(Later())
     for _ in range(2):
@@ -158,21 +173,31 @@ def test_unused_buffers_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 @pytest.mark.parametrize("one", [True, False])
-def test_more_than_the_pool_may_keep_returns_to_the_system_at_once(
-    one: bool, monkeypatch: pytest.MonkeyPatch
+def test_more_than_the_pool_may_keep_returns_to_the_system_soon(
+    one: bool, service: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     monkeypatch.setattr(bulk, "MAX_POOL_BYTES", 1 << 20)
     buffers, size = BufferPool(), 64 << 20 if one else 1 << 20
+    buffers.start(service)
     taken = [buffers.take(size) for _ in range((64 << 20) // size)]
     for each in taken:
         ctypes.memset(each, 1, size)
     before = resident()
     del each
     taken.clear()
-    assert before - resident() > 32 << 20
+    eventually(lambda: before - resident() > 32 << 20)
+
+
+def test_a_signal_is_not_lost_where_a_buffer_is_returned() -> None:
+    """As in shared memory: what its handler raised in a finalizer reached nobody."""
+    buffers = BufferPool()
+    kept = [buffers.take(100)]
+    interrupted_in_c(kept.clear)
+    assert not kept
+    assert buffers.kept() == 100
 
 
 @pytest.mark.parametrize(

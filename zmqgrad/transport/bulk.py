@@ -15,7 +15,7 @@ import itertools
 import mmap
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,8 @@ from msgspec.structs import replace
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.forks import in_forks
+from zmqgrad.runtime.polling import READ, Wakeup
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.base import Buffer, no_memory
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, array_beneath
@@ -47,6 +49,9 @@ MAX_TOTAL_BYTES = 1 << 44
 
 MAX_POOL_BYTES = 512 << 20
 """Limit of the free buffers in the pool."""
+
+COLLECT_SECONDS = 0.05
+"""How soon memory beyond the limit is unmapped. So buffers that are returned together wake a thread once."""
 
 TRIM_SECONDS = 30.0
 """A pool that was not used for this long, or at most twice that, frees its buffers."""
@@ -259,12 +264,24 @@ def _new_memory(size: int) -> mmap.mmap:
     return memory
 
 
+class _BufferRef(weakref.ref[Any]):
+    """Weak reference to an array on ``memory``; None after the pool was closed."""
+
+    __slots__ = ("memory",)
+    __hash__ = object.__hash__  # that of a weak reference raises once its object is gone
+    memory: mmap.mmap | None
+
+
 class BufferPool:
     """Memory for large frames, which is reused when nothing refers to it any more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all but the deque
         self._free: deque[mmap.mmap] = deque()  # the longest unused first
+        self._wakeup = Wakeup()  # set by finalizers
+        # Filled by finalizers, which must not be functions of Python: see Wakeup.setter.
+        self._returned: defaultdict[_BufferRef, object] = defaultdict(self._wakeup.setter())
+        self._lent: dict[_BufferRef, None] = {}
         self._timer: ServiceThread | None = None
         self._armed = False
         self._used = False
@@ -273,6 +290,9 @@ class BufferPool:
     def start(self, timer: ServiceThread | None) -> None:
         """Frees unused buffers by ``timer`` from now on."""
         self._timer = timer
+        in_forks(self, BufferPool._stop_waking)
+        if timer is not None:
+            timer.watch(self._wakeup.fd, READ, self._on_returned)
 
     def take(self, size: int) -> Any:
         """Returns a ctypes array of ``size`` bytes, whose memory is reused when it is garbage.
@@ -280,6 +300,7 @@ class BufferPool:
         Raises:
             OSError, ValueError, OverflowError: if that memory cannot be allocated.
         """
+        self._collect()
         with self._lock:
             fitting = [m for m in self._free.copy() if size <= len(m) <= 2 * size]
             memory: mmap.mmap | None
@@ -292,19 +313,45 @@ class BufferPool:
             arm, self._armed = not self._armed, True
         if memory is None:
             memory = _new_memory(size)
-        array = (ctypes.c_char * size).from_buffer(memory)
+        array: Any = (ctypes.c_char * size).from_buffer(memory)
         if size <= MAX_POOL_BYTES:  # otherwise it is unmapped at once
-            weakref.finalize(array, self._keep, memory).atexit = False
+            reference = _BufferRef(array, self._returned.__missing__)
+            reference.memory = memory
+            array.reference = reference  # so that it lives until its callback has returned
+            self._lent[reference] = None
+            if self._closed:
+                reference.memory = None
         if arm and self._timer is not None:
             self._timer.call_later(TRIM_SECONDS, self._trim)
         return array
 
-    def _keep(self, memory: mmap.mmap) -> None:
-        """Keeps ``memory``, and drops others beyond the limit. A finalizer, so it takes no lock."""
-        self._free.append(memory)
-        with contextlib.suppress(IndexError):  # another thread took the last
-            while self.kept() > (0 if self._closed else MAX_POOL_BYTES):
+    def _on_returned(self, _: int) -> None:
+        """A buffer was returned. In the service thread, which is woken no more before it has collected it."""
+        if self._timer is not None and not self._closed:
+            self._timer.rewatch(self._wakeup.fd, 0)
+            self._timer.call_later(COLLECT_SECONDS, self._collect_all)
+
+    def _collect_all(self) -> None:
+        if self._timer is not None and not self._closed:
+            self._wakeup.clear()
+            self._timer.rewatch(self._wakeup.fd, READ)
+            self._collect()
+
+    def _collect(self) -> None:
+        """Keeps the memory of returned buffers, and drops other memory beyond the limit."""
+        with contextlib.suppress(KeyError, IndexError):  # another thread took the last
+            while self._returned:
+                reference, _ = self._returned.popitem()
+                self._lent.pop(reference, None)
+                if reference.memory is not None:
+                    self._free.append(reference.memory)
+                del reference  # it has the memory
+            while sum(map(len, self._free.copy())) > (0 if self._closed else MAX_POOL_BYTES):
                 self._free.popleft()  # unmapped with its last reference
+
+    def _stop_waking(self) -> None:
+        """In a forked child: write to the descriptor no more. It is the parent's, or closed."""
+        self._returned.default_factory = int
 
     def copy(self, frame: bytearray | memoryview) -> Buffer:
         """Returns a copy of ``frame``."""
@@ -334,8 +381,13 @@ class BufferPool:
     def close(self) -> None:
         """Frees all buffers, now or when they are returned."""
         self._closed = True
+        for reference in list(self._lent):
+            reference.memory = None
+        if self._timer is not None:
+            self._timer.unwatch(self._wakeup.fd)
         self._free.clear()
 
     def kept(self) -> int:
         """Returns the size of all free buffers in bytes."""
+        self._collect()
         return sum(map(len, self._free.copy()))

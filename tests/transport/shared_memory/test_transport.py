@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import gc
 import mmap
 import os
 import select
-import signal
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.messages import messages_of
+from tests.support.signals import interrupted_in_c
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import TimerHandle
@@ -316,29 +313,14 @@ def test_a_block_is_released_in_time_without_other_messages(sides: tuple[Side, S
     assert len(b.scheduled()) == 1  # and it is set anew
 
 
-class Interrupt(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("whose", ["received", "own"])
 def test_a_signal_is_not_lost_where_a_block_is_dropped(whose: str, sides: tuple[Side, Side]) -> None:
-    """Its handler runs before the next line of Python. Ctrl-C comes in a long call of C, such as a backward
-    pass, that drops tensors: what it raised in a finalizer reached nobody, and the block stayed for ever."""
+    """And the block is released: it stayed for ever."""
     a, _ = sides
-
-    def handle(signum: int, frame: Any) -> None:
-        raise Interrupt
-
     kept: list[Any] = [
         a.transfer([bytes(2000)]) if whose == "received" else a.transport.allocate(2000, Deadline.after(0))
     ]
-    steps = [partial(ctypes.PyDLL(None)["raise"], signal.SIGUSR1), partial(kept.clear)]
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with pytest.raises(Interrupt):
-            deque(map(partial.__call__, steps), maxlen=0)  # one call of C
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    interrupted_in_c(kept.clear)
     assert not kept
     for side in sides:
         side.run_jobs()
