@@ -89,8 +89,8 @@ class Watch:
         )
         self.watch, self.forget = self._monitor.watch, self._monitor.forget
 
-    def close(self) -> None:
-        self._monitor.close()
+    def close(self, goodbye: str = "") -> None:
+        self._monitor.close(goodbye)
         self._monitor.close()
         assert self._monitor.join(Deadline.after(WAIT))
         self._service.close()
@@ -284,6 +284,23 @@ def test_a_silent_peer_is_suspected_until_it_replies(kind: str) -> None:
         heard.wait(lambda: heard.lost)
         assert heard.lost[0][1].startswith("its process has ended")
         assert heard.ended == [True]
+
+
+@pytest.mark.parametrize("kind", ["ipc", "heartbeat"])
+def test_a_peer_that_leaves_says_so_to_those_that_only_monitor_it(kind: str) -> None:
+    """No message ever passed between the two, so there is no other connection on which to say it."""
+    heard = Heard()
+    other = a_listener()
+    address = other.endpoint if kind == "heartbeat" else name_of(other)
+    assert address is not None
+    with watch(heard) as watching:
+        watching.watch(7, address)
+        heard.wait(lambda: (7, True) in heard.silent)
+        leaves = Watch(heard, LivenessTimeouts(), other)
+        heard.wait_connected(7)
+        leaves.close("it has left the group")
+        heard.wait(lambda: heard.lost)
+        assert heard.lost == [(7, "it has left the group")]
 
 
 def test_a_peer_that_is_silent_for_too_long_is_lost() -> None:

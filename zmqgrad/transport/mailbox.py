@@ -510,7 +510,7 @@ class ZmqMailbox(Mailbox):
         self._sealed.close(GOODBYE_LINGER_MS if goodbye else 0)
         self._channels.close()
         if self._heartbeats is not None:
-            self._heartbeats.close()
+            self._heartbeats.close(goodbye)
         else:
             self._listener.close()
         self._endpoint.reader.close()

@@ -34,6 +34,7 @@ from zmqgrad.transport.heartbeat.failure_detector import (
 )
 from zmqgrad.transport.heartbeat.protocol import (
     CHALLENGE_SIZE,
+    GOODBYE,
     NONCE_SIZE,
     OF_LISTENER,
     OF_PEER,
@@ -70,6 +71,7 @@ class _Peer:
         self.received = b""  # the greeting of the peer, and its proof, as far as they have arrived
         self.nonce = b""  # that was sent for this connection
         self.authenticated = False  # the peer has proven to be of this job
+        self.goodbye = b""  # the last message of the peer, as far as it has arrived
         self.last_error = ""  # of a connection attempt, for error messages
         self.next_due = 0.0  # when to ping or to connect next, by MONOTONIC
 
@@ -127,9 +129,13 @@ class HeartbeatMonitor:
         self._wanted[peer] = address
         self._service.call_soon(self._update)
 
-    def close(self) -> None:
-        """Stops monitoring and replying. Idempotent. The service must run until :meth:`join` returns."""
-        self._service.call_soon(self._close)
+    def close(self, goodbye: str = "") -> None:
+        """Stops monitoring and replying. Idempotent. The service must run until :meth:`join` returns.
+
+        Args:
+            goodbye: as for :meth:`HeartbeatListener.stop`.
+        """
+        self._service.call_soon(partial(self._close, goodbye))
 
     def join(self, deadline: Deadline) -> bool:
         """Waits until nothing is monitored. Returns whether that happened by ``deadline``."""
@@ -137,9 +143,9 @@ class HeartbeatMonitor:
 
     # ---- the thread -------------------------------------------------------------------------------------
 
-    def _close(self) -> None:
+    def _close(self, goodbye: str) -> None:
         self._closed = True
-        self._listener.stop()
+        self._listener.stop(goodbye)
         for watched in list(self._peers.values()):
             self._drop(watched)
         self._ended.set_result(None)
@@ -269,8 +275,11 @@ class HeartbeatMonitor:
         if not data:
             self._on_broken(watched, 0, connecting=False)
             return
-        if not watched.authenticated and not self._continue_handshake(watched, data):
-            return
+        if not watched.authenticated:
+            if not self._continue_handshake(watched, data):
+                return
+            data = watched.received[TOKEN_SIZE + CHALLENGE_SIZE + PROOF_SIZE :]
+        watched.goodbye += data if watched.goodbye else b"".join(data.partition(GOODBYE)[1:])
         self._record(watched.peer, False)
         watched.refusals.clear()
         if watched.detector.on_reply(MONOTONIC.now()) is LivenessChange.RECOVERED:
@@ -333,7 +342,8 @@ class HeartbeatMonitor:
     def _lose(self, watched: _Peer, why: str, *, ended: bool = False) -> None:
         self._drop(watched)
         silent = MONOTONIC.now() - watched.detector.last_reply_at
-        self._lost(watched.peer, f"{why} (last heard of {silent:.1f} s before)", ended)
+        reason = watched.goodbye.removeprefix(GOODBYE).decode(errors="replace")
+        self._lost(watched.peer, reason or f"{why} (last heard of {silent:.1f} s before)", ended)
 
     def _notify(self, callback: OnSuspected, peer: int, seconds: float) -> None:
         try:

@@ -8,7 +8,8 @@ hosts at the tcp port of its endpoint ``heartbeat://host:port/token``. A peer th
 
 and sends a nonce and the proof that it knows the key of the job. It receives the proof of the other end, and
 from then on one byte for each byte that it sends. The proofs are HMACs (RFC 2104) of all three: another
-process that has the name or the port of one that has ended does not pass for it.
+process that has the name or the port of one that has ended does not pass for it. A worker that leaves ends
+each connection by ``GOODBYE`` and the reason: a peer may have sent it nothing else.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SUFFIX = "-heartbeat"
 SCHEME = "heartbeat://"
 TOKEN_SIZE = CHALLENGE_SIZE = NONCE_SIZE = PROOF_SIZE = 16
 PING = b"?"
+GOODBYE = b"!"
 
 OF_PEER, OF_LISTENER = b"peer", b"listener"
 """Whose proof it is."""

@@ -23,6 +23,7 @@ from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.bind_policy import bind_in_range, tcp_address
 from zmqgrad.transport.heartbeat.protocol import (
     CHALLENGE_SIZE,
+    GOODBYE,
     NONCE_SIZE,
     OF_LISTENER,
     OF_PEER,
@@ -178,9 +179,16 @@ class HeartbeatListener:
             self._strangers.remove(peer)
         peer.close()
 
-    def stop(self) -> None:
-        """Closes all sockets, after :meth:`start`. In the service thread."""
+    def stop(self, goodbye: str = "") -> None:
+        """Closes all sockets, after :meth:`start`. In the service thread.
+
+        Args:
+            goodbye: why this worker leaves, which peers are told; empty: nothing.
+        """
         self._closed = True
+        for peer in list(self._peers) if goodbye else ():
+            self._read(peer)  # or the kernel resets the connection, for what was not read
+            write(peer, GOODBYE + goodbye[:1000].encode())
         for open_socket in (*self.sockets, *self._peers, *self._handshaking):
             self._service.unwatch(open_socket.fileno())
         for peer in self._handshaking:
