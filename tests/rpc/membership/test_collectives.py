@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import ArgumentTypeError, PeerLostError, RpcTimeoutError, UnknownWorkerError
 from zmqgrad.rpc import api
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.in_flight import InFlightRequest
 from zmqgrad.testing import Cluster, cluster
 
 
@@ -97,6 +101,21 @@ def test_a_missing_participant_is_a_timeout(trio: Cluster) -> None:
     assert "timed out in _all_gather after 0.05 seconds" in str(error)
     assert "worker0, worker1, worker2" in str(error)
     assert on_each(trio, [0, 1], lambda rank: rpc.barrier(["worker0", "worker1"])) == [None] * 2
+
+
+def test_collectives_that_the_root_gave_up_leave_nothing(trio: Cluster) -> None:
+    names = ["worker0", "worker1"]
+    for rank, timeout in ((0, 0.02), (1, 30)):
+        with trio.acting(rank):
+            for _ in range(3):
+                with suppress(RpcTimeoutError):
+                    rpc.barrier(names, timeout=timeout)
+
+    def requests() -> list[object]:
+        gc.collect()
+        return [found for found in gc.get_objects() if type(found) is InFlightRequest]
+
+    eventually(requests, lambda left: len(left) < 2)  # a thread may have the last one still
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])

@@ -122,7 +122,10 @@ class _Collectives:
     def next_number(self, ids: tuple[int, ...]) -> int:
         """Sequence number of the next collective of these participants."""
         with self._lock:
-            return next(self._numbers[ids])
+            number = next(self._numbers[ids])
+            if ids[0] == self._worker.id:
+                self._replying[ids, number] = []
+            return number
 
     def contribute(self, key: _Key, name: str, value: Any) -> PythonFuture[Any]:
         """Add the value of ``name``; the future is set when the last value has arrived."""
@@ -173,7 +176,7 @@ class _Collectives:
     def _end(self, key: _Key) -> dict[str, _Contribution]:
         """End a collective; the lock is held. Returns the contributions to it, the first time only."""
         gathered = self._open.pop(key, {})
-        if gathered:
+        if gathered and key in self._replying:  # else the root has given up
             self._replying[key] = [c.request for c in gathered.values() if c.request is not None]
         return gathered
 
