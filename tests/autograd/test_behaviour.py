@@ -1030,6 +1030,58 @@ def test_hooks_of_the_node_of_received_tensors(c: Cluster) -> None:
             backward(ctx, [a + b])
 
 
+def checkpoint_call(to: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return rpc.checkpoint(to, function, *args)
+
+
+@pytest.mark.parametrize(
+    ("call", "create_graph"), [(rpc.rpc_sync, False), (rpc.rpc_sync, True), (checkpoint_call, False)]
+)
+def test_hooks_run_in_the_grad_mode_of_the_pass(c: Cluster, call: Any, create_graph: bool) -> None:
+    """As in torch's engine."""
+    modes: dict[str, bool] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: modes.update({name: torch.is_grad_enabled()})
+
+    x = leaf(1, 2)
+    x.register_post_accumulate_grad_hook(note("post"))
+    node: Any = x.view(2).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_prehook(note("before the leaf"))
+    node.register_hook(note("after the leaf"))
+    with context() as ctx:
+        y = call(1, torch.mul, (x, 3))
+        y.grad_fn.register_prehook(note("before the message"))
+        y.grad_fn.register_hook(note("after the message"))
+        z = y.exp()
+        z.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(note("end")))
+        backward(ctx, [z.sum()], create_graph=create_graph)
+    assert len(modes) == 6
+    assert set(modes.values()) == {create_graph}
+
+
+WEIGHT = leaf(3, 4)
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * WEIGHT
+
+
+@pytest.mark.parametrize("call", [rpc.rpc_sync, checkpoint_call])
+def test_a_hook_of_a_leaf_may_step(c: Cluster, call: Any) -> None:
+    def step(p: Tensor) -> None:
+        p.sub_(p.grad)  # type: ignore[arg-type]
+
+    x = leaf(1, 2)
+    handles = [t.register_post_accumulate_grad_hook(step) for t in (x, WEIGHT)]
+    with context() as ctx:
+        backward(ctx, [call(1, scaled, (x,)).sum()])
+    assert [x.tolist(), WEIGHT.tolist()] == [[-2, -2], [2, 2]]
+    WEIGHT.data = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    for handle in handles:
+        handle.remove()
+
+
 @pytest.mark.parametrize("at", ["used here and sent", "before it", "received", "received and sent"])
 def test_retained_gradients_are_the_whole_sum(c: Cluster, at: str) -> None:
     def run(call: Callable[[Tensor], Tensor], differentiate: Callable[[Tensor], None]) -> Any:

@@ -261,6 +261,20 @@ def test_a_second_derivative_that_does_not_exist_is_torchs_error(c: Cluster) -> 
             backward(ctx, [g.sum()])
 
 
+@pytest.mark.filterwarnings("ignore:.*Using backward.. with create_graph")
+@pytest.mark.parametrize("beside_replicas", [False, True])
+def test_a_pass_that_is_not_recorded_keeps_the_history_of_one_before(
+    c: Cluster, monkeypatch: pytest.MonkeyPatch, beside_replicas: bool
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: beside_replicas)
+    x = leaf(2, 3)
+    with context() as ctx:
+        y: Tensor = rpc.rpc_sync(1, torch.pow, (x, 3))
+        backward(ctx, [y.sum()], create_graph=True)
+        backward(ctx, [y.sum()], retain_graph=True)
+        same(grad(ctx, get_gradients(ctx)[x].sum(), x), [6 * x])
+
+
 @every_mode
 def test_a_pass_that_is_not_recorded_has_no_history(c: Cluster, mode: str) -> None:
     x, v = leaf(2, 3), leaf(2, 3)

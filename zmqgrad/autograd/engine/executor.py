@@ -232,8 +232,9 @@ class LocalPass:
         """
         sink = _Arguments()
         try:
-            self.start(gradients, sink)
-            self.drop(0, (), sink)
+            with torch.no_grad():  # in which the engine runs hooks
+                self.start(gradients, sink)
+                self.drop(0, (), sink)
         finally:
             self.context.close_inner_pass(self._id)
         if outer.captures is not None and self.captures is not None:

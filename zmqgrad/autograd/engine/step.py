@@ -14,6 +14,7 @@ coordinator carries the report.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,12 +123,11 @@ class BackwardStep:
 
     def _carry_out_in_context(self, action: Callable[[], object]) -> None:
         error: Exception | None = None
+        create_graph = self._pass.options.create_graph
+        # Calls of hooks and backward functions belong to the graph of the pass as well, on every worker.
+        recording = ActiveContext(self._pass.context) if create_graph else nullcontext()
         try:
-            if self._pass.options.create_graph:
-                # Calls of hooks and backward functions belong to the graph as well, on every worker.
-                with ActiveContext(self._pass.context), torch.enable_grad():
-                    finished = action() is False or self._pass.abandoned or self._send_all()
-            else:
+            with torch.set_grad_enabled(create_graph), recording:  # the mode in which the engine runs hooks
                 finished = action() is False or self._pass.abandoned or self._send_all()
             if finished:
                 return

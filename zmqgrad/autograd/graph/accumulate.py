@@ -119,8 +119,9 @@ def accumulate_by_nodes(
     leaves = _with_unused([node.variable for node in nodes])
     with swapped_grads(leaves, [None] * len(leaves)), _without_tensor_hooks(leaves):
         present = context.gradients()  # only now: another pass of the context may have waited for its turn
-        for leaf in leaves:
-            leaf.grad = present[leaf].clone() if leaf in present else None
+        with torch.enable_grad():  # an earlier pass may have left a history
+            for leaf in leaves:
+                leaf.grad = present[leaf].clone() if leaf in present else None
         run_leaf_nodes(nodes, gradients, create_graph)
         while due:
             all_reduce(due.pop())
