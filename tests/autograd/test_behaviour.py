@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from tests.autograd.contexts import wait_until_released
 from zmqgrad import rpc
@@ -655,7 +656,7 @@ def test_a_function_before_an_undefined_gradient_is_called_as_in_one_process(
 ) -> None:
     """A gradient that was requested and is undefined differs from one that was not requested."""
     monkeypatch.setattr(executor, "hooks_registered", lambda *_: how == "node by node")
-    monkeypatch.setattr(differentiation, "has_tensor_hook", lambda *_: how == "node by node")
+    monkeypatch.setattr(differentiation, "has_tensor_hooks", lambda *_: how == "node by node")
 
     def run(to: Callable[..., Tensor], ws: list[Tensor]) -> Tensor:
         a, b, unused, d, e = (Counts.apply(w, zeros).sin() for w in ws)
@@ -1080,6 +1081,49 @@ def test_a_hook_of_a_leaf_may_step(c: Cluster, call: Any) -> None:
     WEIGHT.data = torch.tensor([3.0, 4.0], dtype=torch.float64)
     for handle in handles:
         handle.remove()
+
+
+def hooked_second(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Only the second has a hook, which accepts no None."""
+    y.register_hook(lambda g: g * 2)
+    return x * 3, rpc.rpc_sync(2, torch.mul, (x, y))
+
+
+@pytest.mark.parametrize("used", [[0], [1], [0, 1]])
+def test_a_hook_of_a_received_tensor_runs_only_with_its_gradient(c: Cluster, used: list[int]) -> None:
+    """Although the tensors of a message have one node, at which torch's engine runs the hooks of all."""
+    x = leaf(1, 2)
+    with context() as ctx:
+        both = rpc.rpc_sync(1, hooked_second, (x, x * 5))
+        backward(ctx, [sum(both[i].sum() for i in used)])
+        assert_gradients(ctx, (x, [sum([3.0, 5 * v + 2 * 5 * v][i] for i in used) for v in (1.0, 2.0)]))
+
+
+def test_a_hook_of_another_output_runs_once_where_a_tensor_is_used_here_and_sent(c: Cluster) -> None:
+    """Though the engine stops at the node, with a partial sum, and again with the complete one."""
+
+    def run(call: Callable[[Tensor], Tensor], finish: Callable[[Tensor], None]) -> list[Any]:
+        seen: list[Any] = []
+        a, b = leaf(1, 2).unbind()
+        a.register_hook(seen.append)
+        finish((b.sin() + call(b)).sum())
+        return seen
+
+    expected = run(double, lambda loss: loss.backward())  # type: ignore[no-untyped-call]
+    with context() as ctx:
+        found = run(lambda t: rpc.rpc_sync(1, double, (t,)), lambda loss: backward(ctx, [loss]))
+    assert found == expected == [None]
+
+
+@pytest.mark.parametrize("how", ["all", "any"])
+def test_a_multi_gradient_hook_of_what_came_in_one_message(c: Cluster, how: Any) -> None:
+    seen: list[Any] = []
+    with context() as ctx:
+        a, b = rpc.rpc_sync(1, triple_both, (leaf(1), leaf(1)))
+        register_multi_grad_hook([b, a], seen.append, mode=how)
+        backward(ctx, [(a * 2 + rpc.rpc_sync(2, double, (a,))).sum()])
+    gradient = torch.tensor([4.0], dtype=torch.float64)
+    assert seen == ([[None, gradient]] if how == "all" else [gradient])
 
 
 @pytest.mark.parametrize("at", ["used here and sent", "before it", "received", "received and sent"])

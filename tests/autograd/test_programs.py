@@ -142,7 +142,7 @@ def test_several_passes_and_contexts_at_a_time(
 def test_groups_run_node_by_node_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups with cut edges run node by node, as if a hook had been registered."""
     monkeypatch.setattr(executor, "hooks_registered", lambda *_: True)
-    monkeypatch.setattr(differentiation, "has_tensor_hook", lambda *_: True)
+    monkeypatch.setattr(differentiation, "has_tensor_hooks", lambda *_: True)
     check_programs(programs(WORKERS, all_used=False), 2, lambda c, program: check(c, program, "auto"))
 
 

@@ -324,7 +324,7 @@ def test_stages_have_the_gradients_of_one_process(
 ) -> None:
     if way == "node by node":
         monkeypatch.setattr(executor, "hooks_registered", lambda *_: True)
-        monkeypatch.setattr(differentiation, "has_tensor_hook", lambda *_: True)
+        monkeypatch.setattr(differentiation, "has_tensor_hooks", lambda *_: True)
     beside = way in ("beside", "node by node")
     wrong = []
     for name, function in STAGES.items():

@@ -359,13 +359,29 @@ def test_a_node_of_torchs_own_can_be_called() -> None:
     assert torch.equal(node(hooked)[0], torch.full_like(y, 4))
 
 
-def test_a_tensor_marks_its_output_when_it_gets_a_hook() -> None:
-    """Node.metadata, Tensor.output_nr, and that torch looks up Tensor.register_hook."""
+def test_a_tensor_marks_its_node_when_it_gets_a_hook() -> None:
+    """Node.metadata, and that torch looks up Tensor.register_hook."""
+    y = leaf().unbind()[1]
+    assert not internals.has_tensor_hooks(y.grad_fn)
+    y.register_hook(lambda gradient: None)
+    assert internals.has_tensor_hooks(y.grad_fn)
+
+
+def test_the_engine_runs_the_hooks_of_all_outputs_of_a_node_where_it_stops() -> None:
+    seen: list[Any] = []
     first, second = leaf().unbind()[:2]
-    assert not internals.has_tensor_hook((second.grad_fn, 1))
-    second.register_hook(lambda gradient: None)
-    assert internals.has_tensor_hook((second.grad_fn, 1))
-    assert not internals.has_tensor_hook((first.grad_fn, 0))
+    second.register_hook(seen.append)
+    internals.run_engine({(first.grad_fn, 0): torch.ones_like(first)}, [(first.grad_fn, 0)], True)
+    assert seen == [None]
+
+
+def test_a_multi_gradient_hook_of_received_tensors_counts_calls_without_a_gradient() -> None:
+    """The qualified name of what register_multi_grad_hook registers."""
+    x, y = internals.error_function("", 2)(leaf(), leaf())
+    register_multi_grad_hook([x, y], lambda gradients: None)
+    assert all(map(internals._collects, [*internals.tensor_hooks(x).values()]))
+    y.register_hook(abs)
+    assert [*internals.tensor_hooks(y).values()][1](None) is None
 
 
 def test_a_tensor_that_is_changed_in_place_leaves_its_hooks_behind() -> None:
@@ -374,10 +390,10 @@ def test_a_tensor_that_is_changed_in_place_leaves_its_hooks_behind() -> None:
     before, seen = y.grad_fn, list[str]()
     y.register_hook(lambda gradient: seen.append("before"))
     y.mul_(3)
-    assert internals.has_tensor_hook((before, 0))
-    assert not internals.has_tensor_hook((y.grad_fn, 0))
+    assert internals.has_tensor_hooks(before)
+    assert not internals.has_tensor_hooks(y.grad_fn)
     y.register_hook(lambda gradient: seen.append("after"))
-    assert internals.has_tensor_hook((y.grad_fn, 0))
+    assert internals.has_tensor_hooks(y.grad_fn)
     y.sum().backward()
     assert seen == ["after", "before"]
 
@@ -388,22 +404,22 @@ def test_tensors_of_subclasses_mark_theirs_too() -> None:
 
     y = leaf().as_subclass(Own) * 2
     y.register_hook(lambda gradient: None)
-    assert internals.has_tensor_hook((y.grad_fn, 0))
+    assert internals.has_tensor_hooks(y.grad_fn)
 
 
 def test_a_retained_gradient_marks_where_its_tensor_is_after_changes_in_place() -> None:
     """Tensor.retain_grad, Tensor._version, and weak references to tensors."""
     other, y = leaf() * 2, leaf() * 2
     y.retain_grad()
-    assert internals.has_tensor_hook((y.grad_fn, 0))
-    assert not internals.has_tensor_hook((other.grad_fn, 0))
+    assert internals.has_tensor_hooks(y.grad_fn)
+    assert not internals.has_tensor_hooks(other.grad_fn)
     y.mul_(3)
     internals.follow_retained()
-    assert internals.has_tensor_hook((y.grad_fn, 0))
+    assert internals.has_tensor_hooks(y.grad_fn)
     y[0].exp_()
     internals.follow_retained()
-    assert internals.has_tensor_hook((y.grad_fn, 0))
-    assert not internals.has_tensor_hook((other.grad_fn, 0))
+    assert internals.has_tensor_hooks(y.grad_fn)
+    assert not internals.has_tensor_hooks(other.grad_fn)
     reference = weakref.ref(y)
     del y
     internals.follow_retained()

@@ -227,6 +227,11 @@ def show_passes_to_torch() -> None:
     torch.autograd.Variable._execution_engine = _engine
 
 
+def _collects(hook: Any) -> bool:
+    """Whether ``hook`` is one of ``register_multi_grad_hook`` (mode "all"), which counts its calls."""
+    return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.")
+
+
 def _completion(hook: Mapping[str, Any]) -> Callable[[], None] | None:
     """Return what completes a hook of ``register_multi_grad_hook`` (mode "all") that is being called.
 
@@ -394,13 +399,14 @@ def node_hook_handles_made() -> int:
     return _of_nodes
 
 
-def has_tensor_hook(edge: Edge) -> bool:
-    """Whether the engine may run a hook of a tensor, no leaf, where it returns the gradient at ``edge``.
+def has_tensor_hooks(node: Any) -> bool:
+    """Whether the engine may run hooks of tensors where it returns gradients at edges to ``node``, no leaf.
 
-    True also if all of them have been removed. The hook of ``retain_grad()`` moves with its tensor when that
-    is changed in place, which :func:`follow_retained` notices.
+    It runs those of all outputs of a node then, with None where an output has no gradient. True also if all
+    of them have been removed. The hook of ``retain_grad()`` moves with its tensor when that is changed in
+    place, which :func:`follow_retained` notices.
     """
-    return edge[1] in edge[0].metadata.get(_HOOKED, ())
+    return _HOOKED in node.metadata
 
 
 def follow_retained() -> None:
@@ -420,7 +426,7 @@ _retaining: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
 _of_nodes = 0
 _HOOKED = "zmqgrad_hooked"
-"""The key in the metadata of a node, which lives as long as the node, with the outputs that have hooks."""
+"""The key in the metadata of a node, which lives as long as the node, if any of its outputs has hooks."""
 
 _own_retain_grad = torch.Tensor.retain_grad
 _own_register_hook: Callable[..., Any] = torch.Tensor.register_hook
@@ -433,10 +439,10 @@ class cut_at:
     What runs meanwhile may register hooks of tensors there, which are for the complete sums that follow.
 
     Args:
-        is_partial: whether a sum is partial.
+        is_partial: whether the sums before a node are partial.
     """
 
-    def __init__(self, is_partial: Callable[[Edge], bool]) -> None:
+    def __init__(self, is_partial: Callable[[Any], bool]) -> None:
         self.is_partial = is_partial
         self.task = _graph_task()
         self.retaining: list[torch.Tensor] = []
@@ -454,8 +460,7 @@ _cuts: list[cut_at] = []
 
 
 def _cuts_at(tensor: torch.Tensor) -> list[cut_at]:
-    edge = tensor.grad_fn, tensor.output_nr
-    return [cut for cut in list(_cuts) if cut.is_partial(edge)]
+    return [cut for cut in list(_cuts) if cut.is_partial(tensor.grad_fn)]
 
 
 @functools.wraps(_own_retain_grad)
@@ -480,15 +485,22 @@ def _note_retained(tensor: torch.Tensor) -> None:
 def _mark(tensor: torch.Tensor) -> None:
     node: Any = tensor.grad_fn
     if node is not None:
-        node.metadata.setdefault(_HOOKED, set()).add(tensor.output_nr)
+        node.metadata[_HOOKED] = True
 
 
 @functools.wraps(_own_register_hook)
 def _register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
     _mark(tensor)  # before the hook is there
+    if type(tensor.grad_fn) is ERROR_NODE and not _collects(hook):
+        hook = functools.wraps(hook)(functools.partial(_if_reached, hook))
     if _cuts and (cuts := _cuts_at(tensor)):
         return _own_register_hook(tensor, functools.partial(_except_at, cuts, hook))
     return _own_register_hook(tensor, hook)
+
+
+def _if_reached(hook: Callable[..., Any], gradient: torch.Tensor | None) -> Any:
+    """Run a hook of a received tensor, but not because another tensor of the same message has a gradient."""
+    return None if gradient is None else hook(gradient)
 
 
 def _except_at(cuts: list[cut_at], hook: Callable[..., Any], gradient: torch.Tensor) -> Any:

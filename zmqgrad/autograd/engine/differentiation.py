@@ -23,7 +23,7 @@ from zmqgrad.autograd.torch_internals import (
     LEAF_NODE,
     cut_at,
     follow_retained,
-    has_tensor_hook,
+    has_tensor_hooks,
     is_python_function,
     outputs_of,
     run_engine,
@@ -120,10 +120,10 @@ class Differentiation:
         if not hooks_registered():  # by now: what has run may have registered the first
             return False
         own_sinks = set(group.sinks)
-        for edge in group.outgoing:
-            if edge[0] in own_sinks:
+        for node, _ in group.outgoing:
+            if node in own_sinks:
                 continue
-            hooked = tensor_hooks(edge[0].variable) if type(edge[0]) is LEAF_NODE else has_tensor_hook(edge)
+            hooked = tensor_hooks(node.variable) if type(node) is LEAF_NODE else has_tensor_hooks(node)
             if hooked:
                 return True
         return False

@@ -31,7 +31,7 @@ from zmqgrad.autograd.graph.validation import fit, has_form
 from zmqgrad.autograd.torch_internals import (
     drop_saved_tensors,
     forward_traceback,
-    has_tensor_hook,
+    has_tensor_hooks,
     input_metadata,
     is_python_function,
     run_engine,
@@ -153,8 +153,8 @@ def _may_be_called(node: Any, gradients: Sequence[Gradient], following: Sequence
 
 def _call(node: Any, gradients: Sequence[Gradient], following: Sequence[Edge]) -> list[Gradient]:
     given = [None if g is UNDEFINED else g for g in gradients]
-    hooked = {(node, i): g for i, g in enumerate(given) if g is not None and has_tensor_hook((node, i))}
-    if hooked:
+    if has_tensor_hooks(node):
+        hooked = {(node, i): g for i, g in enumerate(given) if g is not None}
         for (_, i), gradient in zip(hooked, run_engine(hooked, hooked, retain_graph=True), strict=True):
             given[i] = gradient
     returned = node(*given)

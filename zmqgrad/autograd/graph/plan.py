@@ -88,9 +88,9 @@ class Group:
     """
     ran: bool = False
 
-    def is_cut(self, edge: Edge) -> bool:
-        """Whether an edge leads to another group, which waits for more gradients there, or to a leaf."""
-        return edge in self.outgoing and edge[0] not in self.sinks
+    def is_cut(self, node: Node) -> bool:
+        """Whether an edge leads to ``node``: in another group, which waits for more, or a leaf."""
+        return node not in self.sinks and any(target is node for target, _ in self.outgoing)
 
     def __repr__(self) -> str:
         return f"<Group of {self.starts} in={list(self.incoming)} out={list(self.outgoing)}>"
