@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from zmqgrad.autograd.graph import hooks
-from zmqgrad.autograd.graph.node import evaluate_node, release_saved_tensors
+from zmqgrad.autograd.graph.node import Gradient, release_saved_tensors
+from zmqgrad.autograd.graph.node import evaluate_node as evaluate_on_way
 from zmqgrad.autograd.torch_internals import outputs_of
 
 
@@ -24,6 +25,10 @@ class Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, to_x: torch.Tensor, to_y: torch.Tensor) -> Any:
         return None, to_x * ctx.factor, to_y
+
+
+def evaluate_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool = False) -> list[Gradient]:
+    return evaluate_on_way(node, gradients, node.next_functions, retain_graph)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

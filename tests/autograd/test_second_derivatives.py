@@ -388,6 +388,62 @@ def test_an_input_between_others(c: Cluster, mode: str, hooks: bool) -> None:
         same(seen[1:], seen[:1])
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, needed: list[Any]) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.needed = needed
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        ctx.needed.append(ctx.needs_input_grad[:2])
+        return g * y, g * x, None
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@every_mode
+@pytest.mark.parametrize("inputs", [["a", "b", "x"], ["a", "b"], ["b", "x"], ["c", "b"], ["b", "c"]])
+def test_inputs_where_nodes_run_one_by_one(c: Cluster, inputs: list[str], mode: str) -> None:
+    """As ``a`` is used here and sent, and has a hook. What does not lead to inputs neither runs nor is freed;
+    a gradient that is returned is that before the hooks of its tensor if other inputs lie behind it."""
+
+    def run(call: Callable[[Tensor], Tensor], finish: Function) -> list[Any]:
+        x, w = leaf(3), leaf(3, seed=1)
+        needed: list[Any] = []
+        a = x * 2
+        b = Product.apply(a, w, needed)
+        c = b.sin()
+        d = w.cos() * w
+        for t in (a, b, c, d):
+            t.register_hook(lambda g: g * 3)
+        named = {"x": x, "w": w, "a": a, "b": b, "c": c, "d": d}
+        loss = (c * d).sum() + call(a).sum()
+        return [*finish(loss, [named[name] for name in inputs], d, w), needed]
+
+    def finish_here(loss: Tensor, inputs: list[Tensor], d: Tensor, w: Tensor) -> list[Any]:
+        found = torch.autograd.grad(loss, inputs, allow_unused=True)
+        assert w.grad is None
+        d.sum().backward()  # type: ignore[no-untyped-call]
+        return [*found, w.grad]
+
+    def finish_there(loss: Tensor, inputs: list[Tensor], d: Tensor, w: Tensor) -> list[Any]:
+        found = grad(ctx, loss, inputs, mode=mode, allow_unused=True)
+        assert get_gradients(ctx) == {}
+        backward(ctx, [d.sum()])
+        return [*found, get_gradients(ctx)[w]]
+
+    *expected, needed = run(doubled, finish_here)
+    with context() as ctx:
+        *found, needed_there = run(lambda t: rpc.rpc_sync(1, doubled, (t,)), finish_there)
+    same(found, expected)
+    assert needed_there == needed
+
+
 def test_nothing_else_is_accumulated_and_no_hook_of_another_leaf_runs(c: Cluster) -> None:
     x = leaf(2, 3)
     ran: list[str] = []

@@ -7,7 +7,7 @@ tensor on a partial sum; in anomaly mode, the node that fails is asked for. Then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,24 +154,28 @@ class Differentiation:
         """As one engine call, where the engine would not stop, or would run hooks on partial sums."""
         at: dict[Edge, torch.Tensor] = dict(gradients)
         retain_graph, create_graph = self.options.retain_graph, self.options.create_graph
-        with torch.set_grad_enabled(create_graph):
-            for node in self._members(group):
-                incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
-                produced = evaluate_node(node, incoming, retain_graph, create_graph, self._observer(node))
-                if not retain_graph:
-                    release_saved_tensors(node)
-                for gradient, also_held, edge in zip(
-                    produced, shared(produced), node.next_functions, strict=True
-                ):
-                    if gradient is None or edge[0] is None:
-                        continue
-                    present = at.get(edge, UNDEFINED)
-                    if present is not UNDEFINED:
-                        at[edge] = present if gradient is UNDEFINED else added(present, gradient)
-                    elif also_held and type(edge[0]) is LEAF_NODE and gradient is not UNDEFINED:
-                        at[edge] = gradient.clone()
-                    else:
-                        at[edge] = gradient
+        members, captures = list(self._members(group)), self._captures
+        ways = {} if captures is None else captures.ways(members, group.outgoing)
+        for node in members:
+            incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
+            following = node.next_functions
+            if captures is not None:
+                following = ways[node]
+                if not self._passes_by(captures, node, incoming, following):
+                    continue
+            produced = evaluate_node(node, incoming, following, retain_graph, create_graph)
+            if not retain_graph:
+                release_saved_tensors(node)
+            for gradient, also_held, edge in zip(produced, shared(produced), following, strict=True):
+                if gradient is None or edge[0] is None:
+                    continue
+                present = at.get(edge, UNDEFINED)
+                if present is not UNDEFINED:
+                    at[edge] = present if gradient is UNDEFINED else added(present, gradient)
+                elif also_held and type(edge[0]) is LEAF_NODE and gradient is not UNDEFINED:
+                    at[edge] = gradient.clone()
+                else:
+                    at[edge] = gradient
         results: list[Result] = []
         for sink in group.sinks:
             complete = {edge: g for edge, g in at.items() if edge[0] == sink and g is not UNDEFINED}
@@ -181,19 +185,20 @@ class Differentiation:
                 results += self._call_engine(complete, complete)
         return results + [(edge, gradient, False) for edge, gradient in at.items()]
 
-    def _observer(self, node: Any) -> Callable[[Sequence[Gradient]], None] | None:
-        """Return what notes the gradients of the outputs of ``node``, if the pass returns any of them."""
-        captures = self._captures
-        if captures is None or node not in captures.nodes:
-            return None
+    def _passes_by(
+        self, captures: Captures, node: Any, incoming: Sequence[Gradient], following: Sequence[Edge]
+    ) -> bool:
+        """Note the gradients of the outputs of ``node`` that the pass returns. Returns whether it leads on.
 
-        def observe(gradients: Sequence[Gradient]) -> None:
-            for edge in captures.edges_at(node):
-                gradient = gradients[edge[1]]
-                if gradient is not None:
-                    captures.note(edge, gradient)
-
-        return observe
+        As in torch's engine, they are those before the hooks of the tensors if it does, and else those after.
+        """
+        leads_on = any([edge[0] is not None for edge in following])
+        passing = {(node, i): g for i, g in enumerate(incoming) if g is not None and g is not UNDEFINED}
+        if not leads_on and node in captures.nodes:
+            passing = {edge: g for edge, g, _ in self._call_engine(passing, passing) if g is not None}
+        for edge, gradient in passing.items():
+            captures.note(edge, gradient)
+        return leads_on
 
     def _members(self, group: Group) -> Iterable[Any]:
         """Return the nodes that ``group`` runs, each before those that follow it."""

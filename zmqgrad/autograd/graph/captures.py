@@ -57,6 +57,24 @@ class Captures:
         """Return ``edges`` without those to leaves that are no inputs."""
         return [edge for edge in edges if type(edge[0]) is not LEAF_NODE or edge[0] in self.nodes]
 
+    def ways(self, nodes: Sequence[Any], ends: Collection[Edge]) -> dict[Any, list[Edge]]:
+        """Return the edges out of ``nodes``, without those on no way to an input or to one of ``ends``.
+
+        Args:
+            nodes: those of a group, each before those that follow it.
+            ends: the edges out of the group.
+
+        Returns:
+            For each node its ``next_functions``, with no node in place of those that are left out.
+        """
+        ends, lead_on = self.sinks(ends), set(self.nodes)
+        found: dict[Any, list[Edge]] = {}
+        for node in reversed(nodes):
+            found[node] = [e if e in ends or e[0] in lead_on else (None, 0) for e in node.next_functions]
+            if any([edge[0] is not None for edge in found[node]]):
+                lead_on.add(node)
+        return found
+
     def edges_at(self, node: Any) -> list[Edge]:
         """Return the edges to ``node`` whose gradients are returned."""
         return [edge for edge in self._found if edge[0] is node]

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,9 +95,9 @@ _UNSHARED_COUNT = next(map(sys.getrefcount, [object()]))
 def evaluate_node(
     node: Any,
     gradients: Sequence[Gradient],
+    following: Sequence[Edge],
     retain_graph: bool = False,
     create_graph: bool = False,
-    observe: Callable[[Sequence[Gradient]], None] | None = None,
 ) -> list[Gradient]:
     """Compute the gradients of the inputs of ``node`` from those of its outputs.
 
@@ -107,16 +106,15 @@ def evaluate_node(
     Args:
         node: the node.
         gradients: of its outputs; None where it was not reached, or ``UNDEFINED``.
+        following: its ``next_functions``, or nothing in place of those that need no gradient.
         retain_graph: keep what it has saved.
         create_graph: record the computation.
-        observe: called with the gradients of the outputs after the hooks of its tensors.
 
     Returns:
-        One for each of ``node.next_functions``: ``UNDEFINED`` where the node produces none; None where
-        nothing follows, and everywhere if all ``gradients`` are None.
+        One for each of ``following``: ``UNDEFINED`` where the node produces none; None where nothing follows,
+        and everywhere if all ``gradients`` are None.
     """
-    following = node.next_functions
-    if observe is None and not create_graph and _may_be_called(node, gradients, following):
+    if not create_graph and _may_be_called(node, gradients, following):
         return _call(node, gradients, following)
     present = [i for i, g in enumerate(gradients) if g is not None]
     # All of them: a node computes only the gradients that are requested from the engine.
@@ -126,10 +124,10 @@ def evaluate_node(
     defined = {(node, i): g for i in present if (g := gradients[i]) is not None and g is not UNDEFINED}
     produced: Sequence[Gradient]
     if defined:
-        produced = _evaluate_alone(node, defined, targets, retain_graph, create_graph, observe)
+        produced = _evaluate_alone(node, defined, targets, retain_graph, create_graph)
     elif is_python_function(node):
         with zero_placeholders([(node, i) for i in present]) as placeholders:
-            produced = _evaluate_alone(node, placeholders, targets, retain_graph, create_graph, None)
+            produced = _evaluate_alone(node, placeholders, targets, retain_graph, create_graph)
     else:
         produced = [None] * len(following)
     return [
@@ -183,7 +181,6 @@ def _evaluate_alone(
     targets: Iterable[Edge],
     retain_graph: bool,
     create_graph: bool,
-    observe: Callable[[Sequence[Gradient]], None] | None,
 ) -> list[Gradient]:
     produced: list[Gradient] = []
     own_thread = threading.get_ident()
@@ -197,10 +194,7 @@ def _evaluate_alone(
 
     # In anomaly mode the engine would report the stop as an error of the node.
     diagnoses = torch.is_anomaly_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(internal_hook(node.register_hook, catch))
-        if observe is not None:
-            stack.enter_context(internal_hook(node.register_prehook, observe))
+    with internal_hook(node.register_hook, catch):
         try:
             run_engine(given, targets, retain_graph, create_graph, silent=diagnoses)
         except _Stop:
