@@ -83,6 +83,26 @@ def assert_same(params: list[rpc.RRef[Tensor]], expected: list[Tensor]) -> None:
         torch.testing.assert_close(p.to_here().detach(), its.detach(), rtol=1e-12, atol=1e-14)
 
 
+def make_columns(seed: int) -> Tensor:
+    return make(seed, 3, 4).detach().t().requires_grad_()
+
+
+@pytest.mark.parametrize("versions", [False, True])
+def test_a_fused_optimizer_of_a_parameter_that_lies_in_columns(c: Cluster, versions: bool) -> None:
+    """It goes through the memory of parameters and gradients, whatever their strides are."""
+    options: dict[str, Any] = {"lr": 0.05, "fused": True}
+    local = [make_columns(i) for i in range(2)]
+    optimizer = torch.optim.Adam(local, **options)
+    params = [rpc.remote(to, make_columns, (i,)) for i, to in enumerate([0, 1])]
+    distributed = DistributedOptimizer(torch.optim.Adam, params, versions=versions, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(local, step).backward()
+        optimizer.step()
+        train_step(distributed, params, step)
+    assert_same(params, local)
+
+
 def embedded(table: rpc.RRef[Tensor]) -> Tensor:
     return torch.nn.functional.embedding(torch.tensor([1, 1, 2]), table.local_value(), sparse=True)
 

@@ -294,6 +294,57 @@ def test_gradients_do_not_share_memory(c: Cluster, function: Callable[..., Tenso
             g += torch.tensor([1.0, 2.0])  # would be refused by an expanded one
 
 
+def in_rows(x: Tensor) -> Tensor:
+    return (x * 2).contiguous()
+
+
+def in_columns(x: Tensor) -> Tensor:
+    return (x.t().contiguous() * 2).t() if x.dim() == 2 else x * 2
+
+
+LAID_OUT: dict[str, Callable[[], Tensor]] = {
+    "rows": lambda: torch.rand(3, 4),
+    "columns": lambda: torch.rand(4, 3).t(),
+    "channels last": lambda: torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "with gaps": lambda: torch.rand(3, 8)[:, ::2],
+    "one row": lambda: torch.rand(1, 4).as_strided((1, 4), (7, 1)),
+    "overlapping": lambda: torch.rand(1, 4).expand(3, 4),
+}
+
+
+@pytest.mark.parametrize("way", ["sent", "twice", "hooks", "replicas", "passes", "create_graph"])
+@pytest.mark.parametrize("shape", LAID_OUT)
+@pytest.mark.filterwarnings("ignore:.*Using backward.. with create_graph")
+def test_gradients_have_the_strides_that_torch_gives_them(
+    c: Cluster, monkeypatch: pytest.MonkeyPatch, shape: str, way: str
+) -> None:
+    """Torch's "gradient layout contract", which fused optimizers rely on."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: way == "replicas")
+    create_graph = way == "create_graph"
+
+    def run(call: Callable[..., Tensor], differentiate: Callable[[Tensor], None], x: Tensor) -> None:
+        if way == "hooks":
+            x.register_post_accumulate_grad_hook(lambda _: None)
+        for function in (in_columns, in_rows) if way == "passes" else (in_rows,):
+            y = call(function, x)
+            differentiate((y * y.exp()).sum() + (call(in_columns, x).sum() if way == "twice" else 0))
+
+    expected = LAID_OUT[shape]().requires_grad_()
+    x = expected.detach().requires_grad_()
+    run(lambda f, x: f(x), lambda loss: loss.backward(create_graph=create_graph), expected)  # type: ignore[no-untyped-call]
+    with context() as ctx:
+        run(
+            lambda f, x: rpc.rpc_sync(1, f, (x,)),
+            lambda loss: backward(ctx, [loss], create_graph=create_graph),
+            x,
+        )
+        found = get_gradients(ctx)[x]
+    assert expected.grad is not None
+    torch.testing.assert_close(found, expected.grad)
+    if 1 not in x.shape:  # such a dimension has any stride
+        assert found.stride() == expected.grad.stride()
+
+
 def look_up(weight: Tensor, rows: Tensor) -> Tensor:
     return torch.nn.functional.embedding(rows, weight, sparse=True)
 

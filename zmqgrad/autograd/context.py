@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zmqgrad.autograd.graph.sums import OrderedSum, Place, SumOfCalls, added
+from zmqgrad.autograd.graph.validation import in_layout_of
 from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, record_send
 from zmqgrad.errors import ArgumentTypeError, AutogradError
 from zmqgrad.rpc.hooks import Hooks
@@ -258,8 +259,7 @@ class Context:
             self._close_sums((id(leaf),))
             present = self._gradients.get(id(leaf))
             total = self._unshared(gradient, shared) if present is None else added(present[1], gradient)
-            self._gradients[id(leaf)] = leaf, total
-            return total
+            return self._store(leaf, total)
 
     def accumulate_part(
         self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool, of: int, place: Place
@@ -333,7 +333,12 @@ class Context:
     def _add(self, leaf: torch.Tensor, total: torch.Tensor | None) -> None:
         present = self._gradients.get(id(leaf))
         if total is not None:
-            self._gradients[id(leaf)] = leaf, total if present is None else added(present[1], total)
+            self._store(leaf, total if present is None else added(present[1], total))
+
+    def _store(self, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        laid_out = in_layout_of(leaf, gradient)
+        self._gradients[id(leaf)] = leaf, laid_out
+        return laid_out
 
     def replace(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Set the gradient of ``leaf``, or remove it."""
@@ -342,7 +347,7 @@ class Context:
             if gradient is None:
                 self._gradients.pop(id(leaf), None)
             else:
-                self._gradients[id(leaf)] = leaf, gradient
+                self._store(leaf, gradient)
 
     def _unshared(self, gradient: torch.Tensor, shared: bool) -> torch.Tensor:
         """Return ``gradient``, or a copy of it if its memory is used elsewhere. The caller holds the lock."""

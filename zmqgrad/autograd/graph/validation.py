@@ -69,6 +69,27 @@ def fit(gradient: torch.Tensor, place: EdgeOrLeaf) -> torch.Tensor:
     return gradient
 
 
+def in_layout_of(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return ``gradient``, or a copy, with the strides that torch gives to ``leaf.grad``.
+
+    They are those of ``leaf`` if it has no gaps or overlaps. Fused optimizers rely on that.
+    """
+    strided = gradient.layout is torch.strided and leaf.layout is torch.strided
+    if not strided or gradient.shape != leaf.shape or type(gradient) is not torch.Tensor:
+        return gradient
+    if leaf.is_contiguous():
+        if gradient.is_contiguous():
+            return gradient
+        strides = leaf.stride()
+    else:
+        strides = torch.empty_like(leaf, device="meta").stride()
+        of_both = zip(strides, gradient.stride(), leaf.shape, strict=True)
+        if all([wanted == found or size == 1 for wanted, found, size in of_both]):
+            return gradient
+    with torch.set_grad_enabled(gradient.requires_grad):
+        return gradient.new_empty_strided(leaf.shape, strides).copy_(gradient)
+
+
 def _expands_to(shape: tuple[int, ...], larger: tuple[int, ...]) -> bool:
     """Whether a tensor of ``shape`` broadcasts to ``larger``."""
     if len(shape) > len(larger):
