@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context, get_gradients
+from zmqgrad.autograd import backward, context, get_gradients, grad
 from zmqgrad.errors import AutogradError, ConfigurationError, PeerLostError
 from zmqgrad.optim import DistributedLRScheduler, DistributedOptimizer, clip_grad_norm
 from zmqgrad.testing import Cluster, cluster
@@ -203,7 +203,7 @@ def fresh(p: rpc.RRef[Tensor]) -> Tensor:
     return p.local_value().detach().clone().requires_grad_()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, "inf"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.0, "inf", "-inf"])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_clipping_equals_that_of_one_process(c: Cluster, norm_type: Any, max_norm: float) -> None:
     local = [make(i) for i in range(4)]
@@ -215,6 +215,17 @@ def test_clipping_equals_that_of_one_process(c: Cluster, norm_type: Any, max_nor
         torch.testing.assert_close(clip_grad_norm(ctx, [*params, params[0]], max_norm, norm_type), expected)
         for p, its in zip(params, local, strict=True):
             torch.testing.assert_close(rpc.rpc_sync(p.owner(), gradient_of, (ctx, p)), its.grad)
+
+
+def test_clipping_is_not_part_of_the_history_of_a_gradient(c: Cluster) -> None:
+    """As in torch, which clips without grad mode."""
+    p = make(0)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, torch.pow, (p, 3)).sum()], create_graph=True)
+        clip_grad_norm(ctx, [rpc.RRef(p)], 0.1)
+        clipped = get_gradients(ctx)[p]
+        torch.testing.assert_close(clipped.norm().item(), 0.1, rtol=1e-4, atol=0)
+        torch.testing.assert_close(grad(ctx, clipped.sum(), p)[0], 6 * p)
 
 
 def gradient_of(context_id: int, p: rpc.RRef[Tensor]) -> Tensor:

@@ -18,18 +18,25 @@ EPSILON = 1e-6
 
 
 def _gradients(context_id: int, params: Sequence[RRef[Any]]) -> list[torch.Tensor]:
-    """Return the gradients of the parameters that have one, each once."""
+    """Return the gradients of the parameters that have one, each once and without its history."""
     distinct = {id(p): p for p in local_values(params)}
-    return [gradient for gradient in gradients_of(context_id, distinct.values()) if gradient is not None]
+    return [g.detach() for g in gradients_of(context_id, distinct.values()) if g is not None]
 
 
-def _norm(context_id: int, params: Sequence[RRef[Any]], norm_type: float) -> float:
-    """Return the norm of the gradients on this owner; 0 if there are none."""
+def _norms(context_id: int, params: Sequence[RRef[Any]], norm_type: float) -> list[float]:
+    """Return the norms of the gradients on this owner."""
     norms = []
     for gradient in _gradients(context_id, params):
         dense = gradient.coalesce().values() if gradient.is_sparse else gradient
-        norms.append(torch.linalg.vector_norm(dense, norm_type).double().cpu())
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
+        norms.append(torch.linalg.vector_norm(dense, norm_type).item())
+    return norms
+
+
+def _total(norms: Sequence[float], norm_type: float) -> torch.Tensor:
+    """Return the norm of gradients that have these norms."""
+    each = torch.tensor(norms or [0.0], dtype=torch.float64)
+    total: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
+    return total
 
 
 def _scale(context_id: int, params: Sequence[RRef[Any]], factor: float) -> None:
@@ -81,13 +88,12 @@ def clip_grad_norm(
     if not owners:
         raise ConfigurationError("clip_grad_norm got an empty parameter list")
     get_context(context_id)  # an owner may learn later that it has been released
-    norms = call_owners(_norm, {owner: (context_id, params, norm_type) for owner, params in owners.items()})
-    by_owner = torch.tensor(list(norms.values()), dtype=torch.float64)
-    total: torch.Tensor = torch.linalg.vector_norm(by_owner, norm_type)
+    norms = call_owners(_norms, {owner: (context_id, params, norm_type) for owner, params in owners.items()})
+    total = _total([norm for of_owner in norms.values() for norm in of_owner], norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped: "
-            + ", ".join(f"{owner} has {norm}" for owner, norm in norms.items())
+            + ", ".join(f"{owner} has {_total(each, norm_type)}" for owner, each in norms.items())
         )
     factor = max_norm / (total.item() + EPSILON)
     if not factor >= 1.0:  # a nan is not: it spreads to the gradients, as in torch
