@@ -243,6 +243,36 @@ def test_a_message_that_brings_some_of_the_gradients_completes_a_hook(c: Cluster
     assert watched_pairs == [[5, None]] * 2
 
 
+class FirstOnly(torch.autograd.Function):
+    """Gives no gradient for its second input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * 5 + y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 5, None
+
+
+def of_the_first_only(x: Tensor, y: Tensor) -> Tensor:
+    result: Tensor = FirstOnly.apply(x, y)  # type: ignore[no-untyped-call]
+    return result
+
+
+@pytest.mark.parametrize("at", ["callee", "caller"])
+def test_an_undefined_gradient_from_another_worker_completes_a_hook(c: Cluster, at: str) -> None:
+    def program(to: Any, x: Tensor) -> Tensor:
+        if at == "callee":
+            return of_the_first_only(*to(1, watched_pair, x))
+        return to(1, of_the_first_only, *watched_pair(x))  # type: ignore[no-any-return]
+
+    watched_pairs.clear()
+    alone(program, [leaf(2)])
+    differentiated(program, [leaf(2)])
+    assert watched_pairs == [[5, None]] * 2
+
+
 model_calls: list[tuple[float, ...]] = []
 
 

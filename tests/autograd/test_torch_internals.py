@@ -152,8 +152,8 @@ def test_a_pass_is_a_graph_task() -> None:
         def __init__(self) -> None:
             self.queued: list[Any] = []
 
-        def reaches(self, node: Any) -> tuple[bool, bool]:
-            return True, False
+        def reaches(self, node: Any) -> bool:
+            return True
 
         def queue_callback(self, callback: Any) -> None:
             self.queued.append(callback)

@@ -101,8 +101,8 @@ class GraphTask(Protocol):
 
     id: int
 
-    def reaches(self, node: Any) -> tuple[bool, bool]:
-        """Return whether ``node`` may get a gradient, and whether that is certain."""
+    def reaches(self, node: Any) -> bool:
+        """Return whether ``node`` may get a gradient."""
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` at the end of the task."""
@@ -174,8 +174,8 @@ def _will_execute(node: Any) -> bool:
     task = _graph_task()
     if task is None:
         return _own_will_execute(node)
-    reached, certain = task.reaches(node)
-    if reached and not certain:  # the number of gradients may turn out smaller than what this answer makes it
+    reached = task.reaches(node)
+    if reached:  # it may turn out to get none, or an undefined one, without which its hooks do not run
         complete = _completion(sys._getframe(1).f_locals)
         if complete is not None:
             task.queue_callback(complete)

@@ -28,7 +28,7 @@ class PassTask:
 
     Args:
         starts: where the gradients of each entry enter.
-        plan: the plan of the pass: which entries have arrived, and which have been dropped.
+        plan: the plan of the pass: which entries have been dropped.
     """
 
     def __init__(self, starts: Sequence[Sequence[EdgeOrLeaf]], plan: Plan) -> None:
@@ -36,7 +36,7 @@ class PassTask:
         self._starts = starts
         self._plan = plan
         self._absent: set[tuple[int, int]] = set()
-        self._known: tuple[int, int, set[Any], set[Any]] | None = None
+        self._known: tuple[tuple[int, int], set[Any]] | None = None
         self.callbacks: deque[Callable[[], None]] = deque()
         """What is to be called at the end of the pass."""
 
@@ -44,14 +44,14 @@ class PassTask:
         """Note that the message for ``entry``, which is about to arrive, has no gradient at this start."""
         self._absent.add((entry, index))
 
-    def reaches(self, node: Any) -> tuple[bool, bool]:
-        """Return whether ``node`` may get a gradient in the pass, and whether that is certain by now."""
-        arrived, dropped = self._plan.arrived, self._plan.dropped
-        known, now = self._known, (len(arrived), len(dropped))  # both only grow
-        if known is None or known[:2] != now:
+    def reaches(self, node: Any) -> bool:
+        """Return whether ``node`` may get a gradient in the pass."""
+        dropped = self._plan.dropped
+        now = len(dropped), len(self._absent)  # both only grow
+        if self._known is None or self._known[0] != now:
             possible = [entry for entry in range(len(self._starts)) if entry not in dropped]
-            known = self._known = (*now, self._reached(arrived.copy()), self._reached(possible))
-        return node in known[3], node in known[2]
+            self._known = now, self._reached(possible)
+        return node in self._known[1]
 
     def _reached(self, entries: Iterable[int]) -> set[Any]:
         """Return the nodes that ``entries`` lead to, with leaves and recvs."""
