@@ -469,7 +469,7 @@ class Contexts:
     """
 
     def __init__(self, hooks: Hooks | None = None, versions: ParameterVersions | None = None) -> None:
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.RLock()  # guards all below
         self._live: dict[int, Context] = {}
         self._lost: set[int] = set()  # workers
         self._released: OrderedDict[int, None] = OrderedDict()

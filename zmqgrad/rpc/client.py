@@ -88,7 +88,7 @@ class Client:
         self._references = references
         self.pending = PendingCalls()
         self._claims = itertools.count()
-        self._counting = threading.Lock()  # guards the next two
+        self._counting = threading.RLock()  # guards the next two
         self.sent = 0
         self.perhaps_sent = 0
         """How many of these have perhaps not left: Ctrl-C came while they were sent."""

@@ -67,7 +67,7 @@ class Server:
         self._references = references
         self._completions = completions
         self.in_flight = InFlightRequests(worker.clock)
-        self._counting = threading.Lock()  # guards the next
+        self._counting = threading.RLock()  # guards the next
         self.served = 0
         self.repeats = RepeatLog(logger, worker.name)
         self._lock = threading.Lock()  # guards _held

@@ -112,7 +112,7 @@ class Endpoint:
         """Makes the reader of bulk channels call ``ended`` behind all that has arrived from a peer. Returns
         whether there are any."""
         self._handler: Handler
-        self._counting = threading.Lock()  # guards the next three: owners of reply channels count, too
+        self._counting = threading.RLock()  # guards the next three: owners of reply channels count, too
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0

@@ -104,7 +104,7 @@ class SendWindow:
         self.waits = 0
         self._name = name
         self._notify = notify
-        self._lock = threading.Lock()  # guards all but the constants
+        self._lock = threading.RLock()  # guards all but the constants; see Note [Calls of handlers] in links
         self._accounts: dict[tuple[int, bool], _CreditAccount] = {}  # by peer, and whether for replies
         self._closed = False
 
@@ -128,7 +128,7 @@ class SendWindow:
     def _account(self, peer: int, reply: bool) -> _CreditAccount:
         account = self._accounts.get((peer, reply))
         if account is None:
-            account = self._accounts[peer, reply] = _CreditAccount(self.limit)
+            account = self._accounts.setdefault((peer, reply), _CreditAccount(self.limit))
         return account
 
     def wait(self, peer: int, reply: bool, size: int, seconds: float) -> None:

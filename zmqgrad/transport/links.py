@@ -9,6 +9,12 @@ of them (:mod:`~zmqgrad.transport.endpoint`).
 Threads and locks: any thread sends, under the lock of the link (a ZeroMQ socket may move between threads
 across a lock); a local connection has a lock of its own. The receiving half belongs to the reading thread.
 The lock of :class:`Links` guards its tables; it is never held together with that of a link.
+
+Note [Calls of handlers]: a signal handler, or a finalizer, that makes a call may have interrupted this thread
+at any line, with our locks held, and what it waits for may need them. So the locks by which a call passes can
+be acquired again, and what they guard is consistent wherever a function is called: a whole call in between
+does no harm. Two things are not like that: to open a link, and to send by a session, whose messages have
+numbers and parts. There the handler gets an error (:meth:`Links._begin`).
 """
 
 from __future__ import annotations
@@ -59,7 +65,9 @@ class Link:
     """One incarnation of one peer. ``lock`` guards the sending half, except for ``local``."""
 
     peer: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    busy: bool = False
+    """Whether the thread that holds the lock is opening the link or sending by its session."""
     endpoint: str = ""
     """In use; empty before the first message."""
     incarnation: int = 0
@@ -178,7 +186,11 @@ class Links:
         with link.lock:
             if not link.is_open:
                 self._check_usable(link)
-                self._connect(link, known)
+                self._begin(link)
+                try:
+                    self._connect(link, known)
+                finally:
+                    link.busy = False
 
     def _check_usable(self, link: Link) -> None:
         if self.closed:
@@ -190,6 +202,19 @@ class Links:
                 f"the mailbox of {self._name} belongs to process {self._pid}; it cannot be used in a "
                 f"fork of it: start processes by spawn or forkserver, or call init_rpc in the child"
             )
+
+    def _begin(self, link: Link) -> None:
+        """Called with the link's lock held, for what must not be interrupted: see Note [Calls of handlers].
+
+        Raises:
+            TransportError: in a signal handler, or a finalizer, that has interrupted such an operation.
+        """
+        if link.busy:
+            raise TransportError(
+                f"{self._name} was interrupted while it was sending to worker {link.peer}, so that the "
+                f"signal handler cannot send to the same worker: let it make the call in another thread"
+            )
+        link.busy = True
 
     def _connect(self, link: Link, known: PeerAddress) -> None:
         """Called with the link's lock held."""
@@ -324,18 +349,21 @@ class Links:
     def _continue(self, link: Link, full: LocalConnection) -> None:
         """Opens another connection to ``link`` if the kernel accepts no more packets of ``full``."""
         with link.lock:
-            if full is not link.local or full.ahead >= MAX_AHEAD or not full.backlog():
+            if link.busy or full is not link.local or full.ahead >= MAX_AHEAD or not full.backlog():
                 return
+            link.busy = True
             try:
                 following = self._connect_local(
                     link, link.endpoint, link.incarnation, continued=full.number + 1
                 )
+                if following is None:
+                    return  # it has ended, as its connection reports
+                full.continue_by(following, partial(self._switch, link, full, following))
             except TransportError as e:  # no descriptor is left now
                 logger.debug("%s: packets to worker %d wait here: %s", self._name, link.peer, e)
                 return
-            if following is None:
-                return  # it has ended, as its connection reports
-            full.continue_by(following, partial(self._switch, link, full, following))
+            finally:
+                link.busy = False
         if following.backlog():
             self._continue(link, following)
 
@@ -392,9 +420,13 @@ class Links:
                 raise ClosedError(f"the connection from {self._name} to worker {link.peer} was dropped")
             link.count(first, sum(map(len, frames)) + sum([len(data) for _, data in parts]))
             now = MONOTONIC.now()
-            for head, data in parts:
-                session.send(head, (data,), now)
-            session.send(first, frames, now)
+            self._begin(link)
+            try:
+                for head, data in parts:
+                    session.send(head, (data,), now)
+                session.send(first, frames, now)
+            finally:
+                link.busy = False
             self._sessions.alarm.set(session.outgoing.due)
 
     def send_once(self, link: Link, packet: bytearray, linger: int) -> None:

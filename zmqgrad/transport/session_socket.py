@@ -58,7 +58,7 @@ class SessionSocket:
         self,
         endpoint: str,
         target: int,
-        lock: threading.Lock,
+        lock: threading.RLock,
         make_socket: Callable[[], zmq.Socket[bytes]],
         sessions: Sessions,
     ) -> None:

@@ -71,7 +71,7 @@ class ReferenceTable:
         # Bound here once: a forwarding method would cost a call for each request.
         self.create_pending, self.value_ready = self._owned.create_pending, self._owned.value_ready
         self.value = self._owned.value
-        self._lock = threading.Lock()  # guards all below but the deque
+        self._lock = threading.RLock()  # guards all below but the deque
         self._user = UserForks()
         self._lost: set[int] = set()  # lost workers; ids are never reused
         self._released: deque[int] = deque()

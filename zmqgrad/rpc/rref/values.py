@@ -28,7 +28,7 @@ class OwnedValues:
 
     def __init__(self, owner: str) -> None:
         self._name = owner
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.RLock()  # guards all below
         self._values: dict[int, Promise[Any]] = {}
         self._dropped = RecentIds(MIN_RECENT_VALUES)
         # Values that others referred to before the call that creates them arrived. The fork of that call is

@@ -224,7 +224,8 @@ class LocalConnection:
         """How many connections the peer has yet to read before it begins with this one."""
         self._may_send = self.accepted or eager
         self.hello = hello or Hello(PROTOCOL, 0)
-        self._lock = threading.Lock()  # guards what follows, and the order of packets
+        # Guards what follows, and the order of packets; see Note [Calls of handlers].
+        self._lock = threading.RLock()
         self.sent = 0
         self.sent_bytes = 0
         self._backlog: deque[Queued] = deque()

@@ -60,7 +60,7 @@ class ChannelSocket(SessionSocket):
         self.cipher = cipher
         self._on_connected = on_connected
         self._closed = False
-        super().__init__(endpoint, 0, threading.Lock(), make_socket, sessions)
+        super().__init__(endpoint, 0, threading.RLock(), make_socket, sessions)
 
     def seal_and_send(self, frames: Sequence[Buffer], memory: memoryview, now: float) -> None:
         """Seals a message into ``memory`` and sends it. Sealed frames may be modified afterwards.

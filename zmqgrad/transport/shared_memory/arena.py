@@ -65,7 +65,8 @@ class Arena:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._lock = threading.Lock()  # guards everything below
+        self._lock = threading.RLock()  # guards everything below
+        self._leasing = False
         self._segments: list[Segment] = []
         self._peers: dict[int, LeaseState] = {}
         self._departed: list[LeaseState] = []  # lost peers with leases in segments that are still mapped
@@ -97,26 +98,35 @@ class Arena:
         """
         try:
             with self._lock:
-                if self._departed:
-                    self._reclaim()
-                self._used, self._trimmed = True, False
-                leases = self._allocate(self._segments, sizes)
-                if leases is None:
-                    segment = self._new_segment(sum(map(block_size, sizes)))
-                    leases = None if segment is None else self._allocate([segment], sizes)
-                if leases is None:
+                if (
+                    self._leasing
+                ):  # a signal handler has interrupted that: see Note [Calls of handlers] in links
                     return "full"
-                state = self._peers.get(peer)
-                if state is None:
-                    state = self._peers[peer] = LeaseState()
-                for lease in leases:
-                    state.leases[lease.number] = lease
-                    if keep:
-                        self._writing.add(lease.number)
-                return leases
+                self._leasing = True
+                try:
+                    return self._lease(peer, sizes, keep)
+                finally:
+                    self._leasing = False
         except OSError as e:
             logger.debug("no shared memory for worker %d: %s", peer, e)
             return "no memory"
+
+    def _lease(self, peer: int, sizes: Sequence[int], keep: bool) -> list[Lease] | str:
+        if self._departed:
+            self._reclaim()
+        self._used, self._trimmed = True, False
+        leases = self._allocate(self._segments, sizes)
+        if leases is None:
+            segment = self._new_segment(sum(map(block_size, sizes)))
+            leases = None if segment is None else self._allocate([segment], sizes)
+        if leases is None:
+            return "full"
+        state = self._peers.setdefault(peer, LeaseState())
+        for lease in leases:
+            state.leases[lease.number] = lease
+            if keep:
+                self._writing.add(lease.number)
+        return leases
 
     def share(self, peer: int, lease: Lease) -> Lease:
         """Lease the block of ``lease``, which does not end meanwhile, to ``peer`` as well."""
