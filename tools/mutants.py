@@ -120,7 +120,7 @@ MUTANTS = {
         "                pass\n",
     ),
     "barrier-number": Mutant(  # successive barriers of the same workers are taken for one
-        "rpc/membership/collectives.py", "return next(self._numbers[ids])", "return 0"
+        "rpc/membership/collectives.py", "number = next(self._numbers[ids])", "number = 0"
     ),
 }
 
