@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.forks import in_forks
-from zmqgrad.runtime.polling import READ, Wakeup
+from zmqgrad.runtime.polling import READ, SPENT, Wakeup
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.base import Buffer, no_memory
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, array_beneath
@@ -327,14 +327,16 @@ class BufferPool:
 
     def _on_returned(self, _: int) -> None:
         """A buffer was returned. In the service thread, which is woken no more before it has collected it."""
+        wakeup = self._wakeup  # not closed meanwhile
         if self._timer is not None and not self._closed:
-            self._timer.rewatch(self._wakeup.fd, 0)
+            self._timer.rewatch(wakeup.fd, 0)
             self._timer.call_later(COLLECT_SECONDS, self._collect_all)
 
     def _collect_all(self) -> None:
+        wakeup = self._wakeup
         if self._timer is not None and not self._closed:
-            self._wakeup.clear()
-            self._timer.rewatch(self._wakeup.fd, READ)
+            wakeup.clear()
+            self._timer.rewatch(wakeup.fd, READ)
             self._collect()
 
     def _collect(self) -> None:
@@ -350,7 +352,8 @@ class BufferPool:
                 self._free.popleft()  # unmapped with its last reference
 
     def _stop_waking(self) -> None:
-        """In a forked child: write to the descriptor no more. It is the parent's, or closed."""
+        """Write to the descriptor no more, at the end; also in a forked child, where it is the parent's."""
+        self._wakeup = SPENT
         self._returned.default_factory = int
 
     def copy(self, frame: bytearray | memoryview) -> Buffer:
@@ -385,6 +388,7 @@ class BufferPool:
             reference.memory = None
         if self._timer is not None:
             self._timer.unwatch(self._wakeup.fd)
+        self._stop_waking()
         self._free.clear()
 
     def kept(self) -> int:

@@ -203,7 +203,8 @@ class MappedBlocks:
                 segment.close()
 
     def stop_waking(self) -> None:
-        """In a forked child: call ``on_release`` no more."""
+        """Call ``on_release`` no more."""
+        self._on_release = int
         for released in list(self._released.values()):
             released.default_factory = int
 

@@ -19,7 +19,7 @@ from typing import Any
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.forks import in_forks
-from zmqgrad.runtime.polling import READ, Wakeup
+from zmqgrad.runtime.polling import READ, SPENT, Wakeup
 from zmqgrad.runtime.service_thread import CoalescedJob, ServiceThread, TimerHandle
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.local.connection import Offer
@@ -291,12 +291,14 @@ class SharedMemoryTransport:
 
     def _release_soon(self, _: int) -> None:
         """A block is not in use any more. In the service thread, which is woken no more before it has run."""
+        deaths = self._deaths  # not closed meanwhile
         if self._timer is not None and not self._closed:
-            self._timer.rewatch(self._deaths.fd, 0)
+            self._timer.rewatch(deaths.fd, 0)
             self._timer.call_later(RELEASE_SECONDS, self._release)
 
     def _stop_waking(self) -> None:
-        """In a forked child: write to the descriptor no more. It is the parent's, or closed."""
+        """Write to the descriptor no more, at the end; also in a forked child, where it is the parent's."""
+        self._deaths = SPENT
         self._dropped.default_factory = int
         self._mapped_blocks.stop_waking()
 
@@ -307,9 +309,10 @@ class SharedMemoryTransport:
         return self._timer.call_later(seconds, job)
 
     def _release(self) -> None:
+        deaths = self._deaths
         if self._timer is not None and not self._closed:
-            self._deaths.clear()
-            self._timer.rewatch(self._deaths.fd, READ)
+            deaths.clear()
+            self._timer.rewatch(deaths.fd, READ)
         forks.unpin_ended()
         self._collect_dropped()
         for peer in self._mapped_blocks.peers_with_releases():
@@ -347,6 +350,7 @@ class SharedMemoryTransport:
         self._closed = True
         if self._timer is not None:
             self._timer.unwatch(self._deaths.fd)
+        self._stop_waking()
         self._copier.close()
         self._arena.close()
 
