@@ -33,9 +33,22 @@ def test_the_last_call_comes_once() -> None:
     query = PendingQuery(7, bytearray(), 100.0, 100.5, last_call_at=100.25)
     assert query.seconds_to_wait(100.0) == 0.25
     assert not query.must_end(100.2)
+    assert not query.is_over(100.3)
     assert query.must_end(100.3)
     assert not query.must_end(100.4)
     assert query.seconds_to_wait(100.3) == pytest.approx(0.25)
+
+
+def test_the_time_that_a_process_is_stopped_does_not_count() -> None:
+    query = PendingQuery(7, bytearray(), 100.0, 105.0)
+    assert query.seconds_to_wait(100.0) == 1.0
+    assert not query.is_over(109.0)  # 8 s later than it wanted to wake
+    assert query.must_repeat(109.0)
+    assert query.seconds_to_wait(109.0) == 2.0
+    assert not query.is_over(111.0)
+    assert query.must_repeat(111.0)
+    assert query.seconds_to_wait(111.0) == 2.0
+    assert query.is_over(113.0)
 
 
 @pytest.mark.parametrize(

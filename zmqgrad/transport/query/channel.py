@@ -119,11 +119,12 @@ class QueryChannel:
         reply = None if data is None or fast is None else self._on_local_packet(fast, data)
         while reply is None and (reply := self._receive(query.seconds_to_wait(self._now()))) is None:
             now = self._now()
+            is_over = query.is_over(now)
             if query.must_end(now):
                 query.packet = encode(replace(message, timeout=0.0), 0, self.id, query.request_id)
                 self._queued = None
                 self._send()
-            elif now >= query.deadline:
+            elif is_over:
                 raise TimeoutError(self._explain())
             elif query.must_repeat(now):
                 self._repeat()

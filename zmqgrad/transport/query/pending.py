@@ -41,10 +41,21 @@ class PendingQuery:
         self._intervals = chain(REPEAT_SECONDS, repeat(REPEAT_SECONDS[-1]))
         self._repeat_at = now + next(self._intervals)
         self._last_call_at = last_call_at
+        self._wakes_at = now
 
     def seconds_to_wait(self, now: float) -> float:
         """Returns how long to wait for the reply before one of the following, or the deadline."""
-        return min(self.deadline, self._repeat_at, self._last_call_at) - now
+        self._wakes_at = min(self.deadline, self._repeat_at, self._last_call_at)
+        return self._wakes_at - now
+
+    def is_over(self, now: float) -> bool:
+        """Returns whether the deadline has passed, after a wait. Time that this was late does not count.
+
+        It was, if this process was stopped meanwhile, which then has not looked for the reply.
+        """
+        if self._wakes_at < min(now, self.deadline):
+            self.deadline += now - self._wakes_at
+        return now >= self.deadline
 
     def must_repeat(self, now: float) -> bool:
         """Returns whether the query must be sent again now, and schedules the next repetition if so."""
@@ -54,13 +65,9 @@ class PendingQuery:
         return True
 
     def must_end(self, now: float) -> bool:
-        """Returns whether the time that the query itself names has passed. True once.
-
-        The reply then has as long as planned to arrive, also if this process was stopped meanwhile.
-        """
+        """Returns whether the time that the query itself names has passed. True once."""
         if now < self._last_call_at:
             return False
-        self.deadline += now - self._last_call_at
         self._last_call_at = math.inf
         return True
 
