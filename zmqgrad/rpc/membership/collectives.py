@@ -63,15 +63,16 @@ def all_gather(
     ids = tuple(worker.membership.find(name, deadline.timeout()).id for name in names)
     collectives = _collectives(worker)
     number = collectives.next_number(ids)
-    call = worker.call(ids[0], _contribute, (ids, number, worker.name, value), None, timeout)
     try:
-        gathered: dict[str, Any] = worker.decode(worker.wait(call))
-    except RpcTimeoutError as e:
-        raise RpcTimeoutError(
-            f"timed out in _all_gather after {call.timeout:.2f} seconds, "
-            f"waiting for all of {', '.join(names)}: {e}"
-        ) from e
-    finally:
+        call = worker.call(ids[0], _contribute, (ids, number, worker.name, value), None, timeout)
+        try:
+            gathered: dict[str, Any] = worker.decode(worker.wait(call))
+        except RpcTimeoutError as e:
+            raise RpcTimeoutError(
+                f"timed out in _all_gather after {call.timeout:.2f} seconds, "
+                f"waiting for all of {', '.join(names)}: {e}"
+            ) from e
+    finally:  # also if there was no call: what is kept for this number is given back
         if worker.id == ids[0]:
             worker.server.in_flight.wait_ended(collectives.replying((ids, number)), deadline)
     return gathered

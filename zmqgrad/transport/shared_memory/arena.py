@@ -98,9 +98,7 @@ class Arena:
         """
         try:
             with self._lock:
-                if (
-                    self._leasing
-                ):  # a signal handler has interrupted that: see Note [Calls of handlers] in links
+                if self._leasing:  # this is a signal handler: see Note [Calls of handlers] in links
                     return "full"
                 self._leasing = True
                 try:
