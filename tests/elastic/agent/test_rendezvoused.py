@@ -7,15 +7,25 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.waiting import eventually
-from zmqgrad.elastic.agent.events import CoordinatorEvent, Join, Joined, Notice, RendezvousFailed, ReportExits
+from zmqgrad.elastic.agent.events import (
+    CoordinatorEvent,
+    Join,
+    Joined,
+    MembershipChanged,
+    Notice,
+    RendezvousFailed,
+    ReportExits,
+)
 from zmqgrad.elastic.agent.ranks import NodeInfo
 from zmqgrad.elastic.agent.rendezvoused import RendezvousCoordinator
 from zmqgrad.elastic.backends.store import StoreBackend
 from zmqgrad.elastic.handler import RendezvousHandler
+from zmqgrad.elastic.round_stores import RoundStores
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
-from zmqgrad.errors import RendezvousConnectionError
+from zmqgrad.errors import RendezvousConnectionError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC
-from zmqgrad.store import HashStore, TCPStore
+from zmqgrad.store import HashStore, Store, TCPStore
+from zmqgrad.store.base import PrefixCallback
 
 WAIT = 20.0
 
@@ -84,3 +94,49 @@ def test_a_spare_has_the_whole_time_to_agree_once_it_has_a_place(monkeypatch: py
     member.stop()
     other.stop()
     store.close()
+
+
+class _LostWithinRound(HashStore):
+    """A store of a round, whose server ends when the agents have agreed."""
+
+    def watch_prefix(self, prefix: str, callback: PrefixCallback) -> None:
+        raise StoreTimeoutError("no store answered")
+
+
+class _StoresOfRounds(RoundStores):
+    are_served = True
+
+    def __init__(self) -> None:
+        self.stores: list[HashStore] = []
+
+    def serve(self) -> str:
+        return "127.0.0.1:1"
+
+    def open(self, run_id: str, number: int, address: str, timeout: float) -> Store:
+        self.stores.append(_LostWithinRound(WAIT) if number == 0 else HashStore(WAIT))
+        return self.stores[-1]
+
+
+def test_a_round_that_loses_its_store_as_it_begins_is_followed_by_another() -> None:
+    """Joining it has succeeded, so its loss is no reply to the request to join the next one."""
+    state, stores = HashStore(WAIT), _StoresOfRounds()
+    handler = RendezvousHandler(RendezvousSettings("job", 1, 1), StoreBackend(state, "job"), stores)
+    coordinator = RendezvousCoordinator(
+        lambda: handler, lambda restarts, node: NodeInfo(node, "default", 1, restarts, "127.0.0.1", 1)
+    )
+    coordinator.carry_out(Join(0))
+    coordinator.carry_out(Join(0))
+    seen: list[CoordinatorEvent] = []
+
+    def rounds() -> list[int]:
+        seen.extend(coordinator.events.take())
+        return [event.place.round for event in seen if isinstance(event, Joined)]
+
+    eventually(rounds, lambda found: found == [0, 1], WAIT)
+    coordinator.close()
+    for store in (*stores.stores, state):
+        store.close()
+    assert [type(event) for event in seen] == [Joined, MembershipChanged, Joined]
+    assert seen[1] == MembershipChanged(
+        0, "the store of the round does not reply: restart", "node 0 at 127.0.0.1, which serves the store"
+    )

@@ -221,8 +221,7 @@ class RendezvousCoordinator(Coordinator):
         except StoreError as error:
             if not self._serves_rounds:
                 raise
-            # The other agents notice that this one has left the round, or that the store is lost.
-            logger.info("round %d has lost its store: %s", self._round.place.round, error)
+            self._round.on_lost_store(error)
 
     @property
     def _serves_rounds(self) -> bool:
@@ -289,9 +288,21 @@ class _Round:
         self._thread.start()
         if self._next.watch_port and self.place.num_nodes > 1:
             self._death_watch = DeathWatch(self._next.address, self._next.watch_port, self._on_death)
-        self.store.watch_prefix("agent/", self._on_key)
-        for key in self.store.list_keys("agent/"):  # written before the watch
-            self._on_key(key, None, self.store.get(key))
+        try:
+            self.store.watch_prefix("agent/", self._on_key)
+            for key in self.store.list_keys("agent/"):  # written before the watch
+                self._on_key(key, None, self.store.get(key))
+        except StoreError as error:  # the agent may have begun to join the next round, so none of that failed
+            self.on_lost_store(error)
+
+    def on_lost_store(self, error: StoreError) -> None:
+        """End the round, as its nodes learn no more of each other."""
+        logger.info("round %d has lost its store: %s", self.place.round, error)
+        served = (
+            f"node 0 at {self._addresses[0]}, which serves the store" if self._handler.serves_rounds else ""
+        )
+        text = "the store of the round does not reply: restart"
+        self._post(MembershipChanged(self.place.round, text, served))
 
     def end(self) -> None:
         """Stop watching. Does not wait for the thread, which ends at its next look. Idempotent."""
