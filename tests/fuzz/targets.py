@@ -30,6 +30,7 @@ from zmqgrad.errors import (
     TraceError,
 )
 from zmqgrad.interop.probe import HTTP_REQUEST, Probe
+from zmqgrad.runtime.finalizers import Notes
 from zmqgrad.store import FileStore
 from zmqgrad.store.contents import Contents
 from zmqgrad.store.journal import Journal
@@ -123,7 +124,7 @@ def tensors(data: bytes) -> None:
 @target(ProtocolError)
 def shared_memory(data: bytes) -> None:
     """A manifest of a peer whose segment is mapped here, and the offer of another segment."""
-    segment, blocks = Segment(1 << 16), MappedBlocks(lambda: None)
+    segment, blocks = Segment(1 << 16), MappedBlocks(lambda: Notes(int))
     try:
         blocks.map(1, ArenaOffer(segment.id, segment.size), segment.open_for_reader(1))
         use_blocks(segment, blocks, data)

@@ -15,7 +15,7 @@ import itertools
 import mmap
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,7 @@ from msgspec.structs import replace
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.forks import in_forks
-from zmqgrad.runtime.polling import READ, SPENT, Wakeup
+from zmqgrad.runtime.finalizers import Finalizers
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport.base import Buffer, no_memory
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, array_beneath
@@ -278,9 +277,8 @@ class BufferPool:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all but the deque
         self._free: deque[mmap.mmap] = deque()  # the longest unused first
-        self._wakeup = Wakeup()  # set by finalizers
-        # Filled by finalizers, which must not be functions of Python: see Wakeup.setter.
-        self._returned: defaultdict[_BufferRef, object] = defaultdict(self._wakeup.setter())
+        self._finalizers = Finalizers(self._collect, COLLECT_SECONDS)
+        self._returned = self._finalizers.notes()  # of instances of _BufferRef
         self._lent: dict[_BufferRef, None] = {}
         self._timer: ServiceThread | None = None
         self._armed = False
@@ -290,9 +288,8 @@ class BufferPool:
     def start(self, timer: ServiceThread | None) -> None:
         """Frees unused buffers by ``timer`` from now on."""
         self._timer = timer
-        in_forks(self, BufferPool._stop_waking)
         if timer is not None:
-            timer.watch(self._wakeup.fd, READ, self._on_returned)
+            self._finalizers.start(timer)
 
     def take(self, size: int) -> Any:
         """Returns a ctypes array of ``size`` bytes, whose memory is reused when it is garbage.
@@ -325,20 +322,6 @@ class BufferPool:
             self._timer.call_later(TRIM_SECONDS, self._trim)
         return array
 
-    def _on_returned(self, _: int) -> None:
-        """A buffer was returned. In the service thread, which is woken no more before it has collected it."""
-        wakeup = self._wakeup  # not closed meanwhile
-        if self._timer is not None and not self._closed:
-            self._timer.rewatch(wakeup.fd, 0)
-            self._timer.call_later(COLLECT_SECONDS, self._collect_all)
-
-    def _collect_all(self) -> None:
-        wakeup = self._wakeup
-        if self._timer is not None and not self._closed:
-            wakeup.clear()
-            self._timer.rewatch(wakeup.fd, READ)
-            self._collect()
-
     def _collect(self) -> None:
         """Keeps the memory of returned buffers, and drops other memory beyond the limit."""
         with contextlib.suppress(KeyError, IndexError):  # another thread took the last
@@ -350,11 +333,6 @@ class BufferPool:
                 del reference  # it has the memory
             while sum(map(len, self._free.copy())) > (0 if self._closed else MAX_POOL_BYTES):
                 self._free.popleft()  # unmapped with its last reference
-
-    def _stop_waking(self) -> None:
-        """Write to the descriptor no more, at the end; also in a forked child, where it is the parent's."""
-        self._wakeup = SPENT
-        self._returned.default_factory = int
 
     def copy(self, frame: bytearray | memoryview) -> Buffer:
         """Returns a copy of ``frame``."""
@@ -386,9 +364,7 @@ class BufferPool:
         self._closed = True
         for reference in list(self._lent):
             reference.memory = None
-        if self._timer is not None:
-            self._timer.unwatch(self._wakeup.fd)
-        self._stop_waking()
+        self._finalizers.close()
         self._free.clear()
 
     def kept(self) -> int:

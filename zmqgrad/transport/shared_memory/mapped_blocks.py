@@ -1,9 +1,8 @@
 """The receiving side: segments of peers that are mapped here, their blocks in use, and blocks to release.
 
-A block is in use as long as anything is built on it. A weak reference notices the end (:data:`Deaths`). Until
-it is released, a block belongs to its reader: the sender does not write to it. It is not released while a
-fork of this process may read it: see Note [Forks and blocks] in
-:mod:`~zmqgrad.transport.shared_memory.forks`.
+A block is in use as long as anything is built on it. A weak reference notices the end. Until it is
+released, a block belongs to its reader: the sender does not write to it. It is not released while a fork of
+this process may read it: see Note [Forks and blocks] in :mod:`~zmqgrad.transport.shared_memory.forks`.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from zmqgrad.errors import ProtocolError
+from zmqgrad.runtime.finalizers import Notes
 from zmqgrad.transport.base import Buffer, no_memory
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
@@ -38,17 +37,9 @@ class BlockRef(weakref.ref[Any]):
         return self.block
 
 
-Deaths: TypeAlias = "defaultdict[BlockRef | int, object]"
-"""The references of blocks that are not in use any more, and numbers of such blocks.
-
-``__missing__`` adds its argument, and calls the factory, which wakes the thread that releases them. Both are
-functions of C: see :meth:`~zmqgrad.runtime.polling.Wakeup.setter`.
-"""
-
-
-def watch_block(array: Any, block: int, references: dict[int, BlockRef], deaths: Deaths) -> None:
-    """Add a reference to the array of ``block`` to ``references``, which ``deaths`` gets in the end."""
-    reference = BlockRef(array, deaths.__missing__)
+def watch_block(array: Any, block: int, references: dict[int, BlockRef], ended: Notes) -> None:
+    """Add a reference to the array of ``block`` to ``references``, which ``ended`` gets in the end."""
+    reference = BlockRef(array, ended.__missing__)
     reference.block, reference.references = block, references
     # Kept by the array, too: a function of C does not keep its argument, which others may drop meanwhile from
     # ``references``, if the collector runs in it.
@@ -58,7 +49,7 @@ def watch_block(array: Any, block: int, references: dict[int, BlockRef], deaths:
 class _PeerSegment:
     """One mapped segment with its blocks in use, of which ``released`` gets those that are not any more."""
 
-    def __init__(self, mapped: MappedSegment, released: Deaths) -> None:
+    def __init__(self, mapped: MappedSegment, released: Notes) -> None:
         self._mapped = mapped
         self._released = released
         self._in_use: dict[int, BlockRef] = {}
@@ -109,13 +100,13 @@ class MappedBlocks:
     """Blocks of peers.
 
     Args:
-        on_release: a function of C, called at any line of any thread when there is a block to release.
+        notes: returns what notes the blocks to release to a peer.
     """
 
-    def __init__(self, on_release: Callable[[], object]) -> None:
-        self._on_release = on_release
+    def __init__(self, notes: Callable[[], Notes]) -> None:
+        self._notes = notes
         self._segments: dict[tuple[int, int], _PeerSegment] = {}  # by peer and segment id
-        self._released: dict[int, Deaths] = {}  # by peer
+        self._released: dict[int, Notes] = {}  # by peer; references to blocks, and numbers of blocks
         self._closed = False
         self._lock = threading.Lock()  # guards additions to _segments
         self.has_releases: Callable[[int], object] = self._released.get
@@ -135,7 +126,7 @@ class MappedBlocks:
                 mapped = MappedSegment(fd, offer.size)
             except (OSError, ValueError, OverflowError) as e:
                 raise ProtocolError(f"shared memory of worker {peer} cannot be mapped: {e}") from e
-            released = self._released.setdefault(peer, defaultdict(self._on_release))
+            released = self._released.setdefault(peer, self._notes())
             self._segments[peer, offer.segment] = _PeerSegment(mapped, released)
 
     def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> list[Buffer]:
@@ -201,12 +192,6 @@ class MappedBlocks:
             segment = self._segments.pop(key, None)
             if segment is not None:
                 segment.close()
-
-    def stop_waking(self) -> None:
-        """Call ``on_release`` no more."""
-        self._on_release = int
-        for released in list(self._released.values()):
-            released.default_factory = int
 
     def close(self) -> None:
         """Drop the segments of all peers, as :meth:`forget`. Idempotent."""

@@ -11,22 +11,21 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.forks import in_forks
-from zmqgrad.runtime.polling import READ, SPENT, Wakeup
+from zmqgrad.runtime.finalizers import Finalizers
 from zmqgrad.runtime.service_thread import CoalescedJob, ServiceThread, TimerHandle
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.local.connection import Offer
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.arena import OWN, Arena, Lease
 from zmqgrad.transport.shared_memory.copier import Copier
-from zmqgrad.transport.shared_memory.mapped_blocks import BlockRef, Deaths, MappedBlocks, watch_block
+from zmqgrad.transport.shared_memory.mapped_blocks import BlockRef, MappedBlocks, watch_block
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan, shared_part
 from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
@@ -63,11 +62,10 @@ class SharedMemoryTransport:
         self._arena = Arena(settings.limit if supported() else 0)
         self._copier = Copier(name)
         self._copy, self.join = self._copier.copy, self._copier.join
-        self._deaths = Wakeup()
-        """Set by finalizers of blocks."""
-        self._mapped_blocks = MappedBlocks(self._deaths.setter())
+        self._finalizers = Finalizers(self._release, RELEASE_SECONDS)
+        self._mapped_blocks = MappedBlocks(self._finalizers.notes)
         self.on_offer = self._mapped_blocks.map
-        self._dropped: Deaths = defaultdict(self._deaths.setter())  # own leases of shared blocks
+        self._dropped = self._finalizers.notes()  # of own leases of shared blocks
         self._references: dict[int, BlockRef] = {}  # of their arrays, by lease
         self.has_releases = self._mapped_blocks.has_releases
         """Returns, as a truth value, whether there are blocks to release to a peer."""
@@ -84,9 +82,8 @@ class SharedMemoryTransport:
     def start(self, timer: ServiceThread | None) -> None:
         """Release blocks by ``timer`` if no other message does."""
         self._timer = timer
-        in_forks(self, SharedMemoryTransport._stop_waking)
         if timer is not None:
-            timer.watch(self._deaths.fd, READ, self._release_soon)
+            self._finalizers.start(timer)
 
     # ---- sending ----------------------------------------------------------------------------------------
 
@@ -289,19 +286,6 @@ class SharedMemoryTransport:
 
     # ---- releases and unused memory ---------------------------------------------------------------------
 
-    def _release_soon(self, _: int) -> None:
-        """A block is not in use any more. In the service thread, which is woken no more before it has run."""
-        deaths = self._deaths  # not closed meanwhile
-        if self._timer is not None and not self._closed:
-            self._timer.rewatch(deaths.fd, 0)
-            self._timer.call_later(RELEASE_SECONDS, self._release)
-
-    def _stop_waking(self) -> None:
-        """Write to the descriptor no more, at the end; also in a forked child, where it is the parent's."""
-        self._deaths = SPENT
-        self._dropped.default_factory = int
-        self._mapped_blocks.stop_waking()
-
     def _call_later(self, seconds: float, job: Callable[[], None]) -> TimerHandle:
         # In a fork, another thread may hold the timer's lock for ever.
         if self._timer is None or self._closed or self._pid != os.getpid():
@@ -309,10 +293,6 @@ class SharedMemoryTransport:
         return self._timer.call_later(seconds, job)
 
     def _release(self) -> None:
-        deaths = self._deaths
-        if self._timer is not None and not self._closed:
-            deaths.clear()
-            self._timer.rewatch(deaths.fd, READ)
         forks.unpin_ended()
         self._collect_dropped()
         for peer in self._mapped_blocks.peers_with_releases():
@@ -348,9 +328,7 @@ class SharedMemoryTransport:
     def stop(self) -> None:
         """Stop leasing and releasing. What was received can still be opened. Idempotent."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.unwatch(self._deaths.fd)
-        self._stop_waking()
+        self._finalizers.close()
         self._copier.close()
         self._arena.close()
 
