@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from tests.elastic.simulation import DriftingClock, SimulatedBackend
-from tests.support.processes import free_port
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad.elastic import (
     NodeDesc,
     Rendezvous,
@@ -29,9 +29,11 @@ from zmqgrad.elastic import (
 )
 from zmqgrad.elastic.endpoint import open_endpoint
 from zmqgrad.elastic.events import NodeState, RdzvEvent
+from zmqgrad.elastic.executor import OperatorExecutor
 from zmqgrad.elastic.handler import LEASE_MARGIN
+from zmqgrad.elastic.operators import join
 from zmqgrad.elastic.state import decode
-from zmqgrad.elastic.state_holder import Token
+from zmqgrad.elastic.state_holder import StateHolder, Token
 from zmqgrad.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -40,6 +42,7 @@ from zmqgrad.errors import (
     RendezvousTimeoutError,
 )
 from zmqgrad.store import HashStore, Store, TCPStore
+from zmqgrad.transport.tap import Tracer
 
 WAIT = 20.0
 INTERVAL = 0.2
@@ -539,3 +542,27 @@ def test_events_are_json_on_the_logger(town: Town, caplog: pytest.LogCaptureFixt
     assert found[1].rank == 0
     assert "RendezvousClosedError" in found[-1].error_trace
     assert json.loads(logged[0])["node_state"] == "INIT"
+
+
+class _Steps(Tracer):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
+        self.seen.append((action, participants))
+
+
+def test_a_step_is_traced_once_it_is_written() -> None:
+    """Two nodes join at the same time: only one of them is the first of two participants."""
+    store, settings = HashStore(WAIT), RendezvousSettings("job", 2, 2)
+    tracer, executors = _Steps(), []
+    for i in range(2):
+        node = NodeDesc("host", 1, i)
+        holder = StateHolder(node, StoreBackend(store, "job"), settings)
+        executors.append(OperatorExecutor(node, holder, settings))
+        executors[i].tracer = tracer
+    first, second = executors
+    for executor in (first, second, second, first, first):
+        executor.step(join, math.inf)
+    assert tracer.seen == [("ADD_TO_PARTICIPANTS", 1), ("ADD_TO_PARTICIPANTS", 2)]
+    store.close()

@@ -33,6 +33,7 @@ class OperatorExecutor:
         self._holder = holder
         self._settings = settings
         self.tracer: Tracer | None = None
+        self._applied: tuple[int, str, int, int] | None = None  # a step, for the tracer, until it is written
         tap.register(self)
 
     def identity(self) -> tap.Identity:
@@ -67,7 +68,9 @@ class OperatorExecutor:
             RendezvousClosedError, RendezvousTimeoutError, ...: as :meth:`run`.
         """
         holder = self._holder
-        holder.sync()
+        applied, self._applied = self._applied, None
+        if holder.sync() and applied is not None and self.tracer is not None:
+            self.tracer.rendezvous_step(*applied)
         action = operator(holder.context(), deadline)
         if action is Action.ERROR_CLOSED:
             why = (
@@ -85,11 +88,8 @@ class OperatorExecutor:
         if action not in (Action.FINISH, Action.SYNC):
             logger.debug("%s: %s: %s", self._settings.run_id, self._node, action.name)
             apply(action, holder.state, self._node, self._settings)
-            if self.tracer is not None:
-                state = holder.state
-                self.tracer.rendezvous_step(
-                    state.round, action.name, len(state.participants), len(state.wait_list)
-                )
+            state = holder.state
+            self._applied = state.round, action.name, len(state.participants), len(state.wait_list)
             holder.mark_dirty(announce=action is not Action.KEEP_ALIVE)
         return action
 
