@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
+from tools.ports import free_port
 from zmqgrad.errors import ConfigurationError, RendezvousError, StoreError, StoreTimeoutError
 from zmqgrad.interop import TorchStore, as_torch_store, register_with_torch, rendezvous_handler
 from zmqgrad.interop.probe import Probe, Server

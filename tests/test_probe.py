@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import free_port
+from tools.ports import free_port
 from zmqgrad.interop.probe import HTTP_REQUEST, Probe, Server
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import TCPStore

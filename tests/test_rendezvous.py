@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad import rendezvous as module
 from zmqgrad.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError, StoreError
 from zmqgrad.rendezvous import (

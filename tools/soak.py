@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from tools.bench.all_to_all import free_port
+from tools.ports import free_port
 from zmqgrad import autograd, rpc
 from zmqgrad.errors import RpcError
 from zmqgrad.store import Store, TCPStore

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
+from tools.ports import free_port
 
 pytestmark = [
     pytest.mark.processes,

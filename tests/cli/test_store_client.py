@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.processes import free_port
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad.__main__ import main
 from zmqgrad.cli.store_client import endpoint_of, show
 from zmqgrad.errors import ConfigurationError

@@ -15,7 +15,8 @@ from types import ModuleType
 import pytest
 
 from tests.docs.blocks import Block, blocks_of
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
+from tools.ports import free_port
 from zmqgrad.runtime.clock import Deadline
 
 ROOT = Path(__file__).parents[2]

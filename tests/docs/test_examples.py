@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import zmqgrad
-from tests.support.processes import free_port
 from tools.docs import reference
+from tools.ports import free_port
 from zmqgrad import autograd, elastic, interop, nn, optim, rendezvous, rpc, store, testing, trace
 from zmqgrad.testing import cluster, simulation
 

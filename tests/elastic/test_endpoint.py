@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.elastic.utils import store as torchelastic_store
 
 from tests.support.etcd import EtcdCluster, needs_etcd
-from tests.support.processes import free_port
+from tools.ports import free_port
 from zmqgrad.elastic import LaunchConfig, create_handler
 from zmqgrad.elastic.agent.addresses import master_address
 from zmqgrad.elastic.agent.job import open_coordinator

@@ -17,8 +17,8 @@ from urllib.parse import urlencode
 import pytest
 
 from tests.support.etcd import EtcdCluster, needs_etcd
-from tests.support.processes import free_port
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad.elastic import (
     EtcdBackend,
     EtcdOptions,

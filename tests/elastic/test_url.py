@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.etcd import EtcdCluster, needs_etcd
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.elastic import RendezvousHandler, create_handler, register_backend
 from zmqgrad.errors import ConfigurationError, RendezvousConnectionError, RendezvousError, StoreTimeoutError

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.processes import free_port
 from tests.support.scripts import run_script
+from tools.ports import free_port
 
 pytestmark = pytest.mark.processes
 

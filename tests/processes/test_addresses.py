@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.support.networks import Networks, enter_namespace, networks
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
+from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.interfaces import interface_addresses

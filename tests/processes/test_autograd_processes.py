@@ -13,8 +13,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
+from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.autograd import allreduce_gradients, backward, context, get_gradients
 from zmqgrad.optim import DistributedOptimizer

@@ -20,9 +20,10 @@ import torch
 
 import zmqgrad.autograd as dist_autograd
 from tests.support.namespaces import Hosts, enter, hosts
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
 from tools.faults.network import Network as FaultyNetwork
 from tools.faults.network import missing
+from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError
 from zmqgrad.store import TCPStore

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
+from tools.ports import free_port
 
 TIMEOUT_SECONDS = 100.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.interpreter import Ended, run_forks
-from tests.support.processes import free_port
+from tools.ports import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

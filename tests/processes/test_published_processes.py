@@ -14,8 +14,9 @@ import torch
 from tests.processes.test_dynamic_processes import WAIT, join
 from tests.processes.test_lifecycle import what_is_open
 from tests.support.namespaces import Hosts, enter, hosts
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.errors import RpcTimeoutError
 from zmqgrad.store import TCPStore

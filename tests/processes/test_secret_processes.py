@@ -14,7 +14,8 @@ import torch
 import zmqgrad.autograd as dist_autograd
 import zmqgrad.rpc as rpc
 from tests.support.namespaces import Hosts, enter, hosts
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
+from tools.ports import free_port
 from zmqgrad.errors import ConfigurationError, PeerLostError, RendezvousError
 from zmqgrad.store import FileStore, TCPStore
 

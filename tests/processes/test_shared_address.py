@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 import zmqgrad
 from tests.support.namespaces import Hosts, enter, hosts
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
+from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.errors import RendezvousError, RendezvousTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC

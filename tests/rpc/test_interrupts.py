@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.processes import free_port
 from tests.support.waiting import eventually
 from tests.support.workers import WAIT, two_workers
+from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.autograd import context
 from zmqgrad.errors import ClosedError, NotInitializedError, UnknownWorkerError

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.interpreter import run_python
-from tests.support.processes import free_port
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
 from zmqgrad.store import StoreServer, TCPStore
 from zmqgrad.wire import codec

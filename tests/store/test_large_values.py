@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
+from tools.ports import free_port
 from zmqgrad.store import TCPStore
 
 PATIENCE = 60.0

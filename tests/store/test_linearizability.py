@@ -27,7 +27,7 @@ from tests.store import histories
 from tests.store.histories import KEY_QUERIES, PATIENCE, check, pops, pushes, run_program, run_programs, step
 from tests.store.test_restart import World, serve
 from tests.store.test_state import KEYS
-from tests.support.processes import free_port
+from tools.ports import free_port
 from zmqgrad.store import FileStore, HashStore, Store, TCPStore, connection
 from zmqgrad.testing.simulation.linearizability import Operation
 from zmqgrad.wire.messages import (

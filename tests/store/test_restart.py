@@ -16,9 +16,9 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.processes import free_port
 from tests.support.relay import Direction, Fate, Relay, at_random, passes
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad.errors import QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, ManualClock
 from zmqgrad.store import Store, TCPStore

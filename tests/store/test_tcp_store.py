@@ -13,8 +13,9 @@ from datetime import timedelta
 import pytest
 
 from tests.support.interpreter import run_python
-from tests.support.processes import free_port, run_processes
+from tests.support.processes import run_processes
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad.errors import AddressInUseError, ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import HashStore, TCPStore, connection, finalizer

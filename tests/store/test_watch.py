@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.processes import free_port
+from tools.ports import free_port
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, service, watch

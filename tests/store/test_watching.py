@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.processes import free_port
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, WatchEvent

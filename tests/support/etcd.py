@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
 from tests.support.relay import Relay
 from tests.support.waiting import eventually
+from tools.ports import free_port
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd (Debian: etcd-server)")
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
-import itertools
 import multiprocessing
 import os
 import pickle
-import random
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from tools.ports import free_port
 
 GRACE = 5.0
 """Seconds that the others have to end once one process has failed."""
@@ -97,31 +95,6 @@ def run_processes(
         finally:
             for worker in workers:
                 worker.kill()
-
-
-def free_port() -> int:
-    """A port at which nothing listens just now, and that no other caller has got.
-
-    Not one that the system picks: the next connection of any program could be given it before we use it.
-    """
-    while True:
-        port = next(_ports())
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
-
-
-SHARES = 8
-"""Each process of pytest-xdist has ports of its own."""
-
-
-@functools.cache
-def _ports() -> Iterator[int]:
-    picked_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % SHARES
-    ports = list(range(10_000 + share, picked_from if picked_from > 11_000 else 65_536, SHARES))
-    random.SystemRandom().shuffle(ports)  # not seeded, for the same test may be running beside this one
-    return itertools.cycle(ports)
 
 
 def _run_all(workers: list[_Worker], timeout: float, may_die: Collection[int]) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
 from tools.attacks import attempts
 from tools.attacks.attempts import Target
+from tools.ports import free_port
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.store import StoreServer, TCPStore

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from tests.support.processes import free_port
+from tools.ports import free_port
 from zmqgrad.transport.sockets import CONNECT_FAILED, CONNECTED, DISCONNECTED, SocketMonitor
 
 SECONDS = 10

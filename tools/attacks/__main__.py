@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from tools.attacks import attempts
 from tools.attacks.attackers import SECRET, Attacker, attack
 from tools.attacks.attempts import Target
+from tools.ports import free_port
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.user_token import directories
 
@@ -222,7 +223,7 @@ class Job:
                 environment["ZMQGRAD_SECRET"] = SECRET
             if self.kind is Kind.HOSTS:
                 environment["ZMQGRAD_LOCAL_FAST_PATH"] = "0"
-            self._meeting_port = _free_port()
+            self._meeting_port = free_port()
             command = [sys.executable, "-m", "tools.attacks.victim", str(self._meeting_port), self.directory]
             self._process = stack.enter_context(
                 subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -319,14 +320,6 @@ class Job:
         tail = place.rpartition("-")[2]
         kinds = {"heartbeat": "unix socket of heartbeats", "0": "unix socket of a worker"}
         return kinds.get(tail, "unix socket of a reply channel")
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _descriptors(pid: int) -> list[str]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import threading
 import time
 
@@ -22,6 +21,7 @@ import torch
 
 from tools.bench.processes import PieceFailed, Place, run_together
 from tools.bench.sides import OURS, TORCH, here, take
+from tools.ports import free_port
 
 
 def main() -> int:
@@ -104,14 +104,6 @@ def call_back(rank: int, number: int) -> int:
 def add_one(number: int) -> int:
     """Runs on the caller again."""
     return number + 1
-
-
-def free_port() -> int:
-    """A port at which nothing listens just now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

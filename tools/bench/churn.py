@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.all_to_all import free_port
 from tools.bench.processes import Place, run_together
 from tools.bench.sides import OURS, take
+from tools.ports import free_port
 
 AT_ONCE = 100
 """References alive at a time."""

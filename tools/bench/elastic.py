@@ -35,12 +35,12 @@ from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynami
 
 from tools.bench import elastic_launchers, elastic_nodes, machine, report
 from tools.bench.__main__ import measure
-from tools.bench.all_to_all import free_port
 from tools.bench.elastic_launchers import LAUNCHERS
 from tools.bench.plan import Piece, Row
 from tools.bench.processes import Hear, PieceFailed, Place, run_together
 from tools.bench.results import Results
 from tools.bench.sides import OURS, TORCH
+from tools.ports import free_port
 from zmqgrad.interop import torchrun
 
 SIZES = (2, 4, 8)

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tools.bench.all_to_all import free_port
 from tools.bench.processes import PieceFailed
+from tools.ports import free_port
 
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from tools.bench.startup import ROUNDS, run_group
 from tools.bench.stores import AS_ROUND_TRIPS, PROCESSES, QUESTIONS, TOGETHER, run_store
 from tools.bench.timing import Budget
 from tools.bench.workloads import WORKLOADS, run_workloads
+from tools.ports import free_port
 
 PATIENCE = 600.0
 """Seconds that a piece may take at most."""
@@ -110,7 +110,7 @@ def _calls(side: str, hear: Hear, names: list[str], budget: Budget) -> list[dict
 
 
 def _store(side: str, hear: Hear, names: list[str], budget: Budget) -> list[dict[str, float]]:
-    return run_together(run_store, PROCESSES, PATIENCE, hear, side, _free_port(), names, budget)
+    return run_together(run_store, PROCESSES, PATIENCE, hear, side, free_port(), names, budget)
 
 
 def _limits(hear: Hear, names: list[str], budget: Budget) -> list[dict[str, float]]:
@@ -120,11 +120,4 @@ def _limits(hear: Hear, names: list[str], budget: Budget) -> list[dict[str, floa
 
 def meet_at_a_free_port() -> None:
     """Tell processes that are started after this where to find one another."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tools.bench import machine
-from tools.bench.all_to_all import free_port
 from tools.bench.sides import OURS, TORCH
+from tools.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("program_worker.py")

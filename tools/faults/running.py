@@ -19,7 +19,6 @@ from typing import Any
 
 import zmq
 
-from tools.bench.all_to_all import free_port
 from tools.faults import network as net
 from tools.faults import participant
 from tools.faults.faults import FAULTS, Fault, send_garbage
@@ -28,6 +27,7 @@ from tools.faults.model import Cell, Effect, History, Verdict
 from tools.faults.network import Network
 from tools.faults.participant import Participant, Place
 from tools.faults.roles import ROLES, Role, act, move_in
+from tools.ports import free_port
 from zmqgrad.errors import StoreError
 from zmqgrad.store import TCPStore
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed.rpc as torch_rpc
 
 import zmqgrad.rpc as rpc
-from tests.support.processes import free_port
+from tools.ports import free_port
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 
 registry = rpc.backend_registry

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import free_port
 from tests.support.waiting import eventually
+from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.errors import (
     ArgumentTypeError,

@@ -15,10 +15,10 @@ from contextlib import closing
 import pytest
 import zmq
 
-from tests.support.processes import free_port
 from tests.support.relay import Relay, at_random
 from tests.support.waiting import eventually
 from tests.transport.query.echo import DONE, LOOPBACK, OURS, PATIENCE, THEIRS, Echo, Running, in_thread
+from tools.ports import free_port
 from zmqgrad.errors import (
     AddressInUseError,
     AuthenticationError,
