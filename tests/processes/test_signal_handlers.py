@@ -43,6 +43,10 @@ def differentiate() -> None:
         assert autograd.get_gradients(context_id)[x].tolist() == [2, 2, 2]
 
 
+def send_a_leaf() -> None:
+    assert rpc.rpc_sync("worker1", torch.mul, args=(torch.ones(2, requires_grad=True), 2)).tolist() == [2, 2]
+
+
 def at_each_point(operation: Callable[[], None], handler: Callable[[], None]) -> tuple[int, list[str]]:
     """Runs ``handler`` at each point of ``operation`` in turn: the interpreter runs those of signals there.
 
@@ -82,7 +86,7 @@ def interrupt(rank: int, name: str, fast: bool) -> tuple[int, list[str]]:
         operation: Callable[[], None] = globals()[name]
         for each in (operation, call):
             each()
-        found = at_each_point(operation, call)
+        found = at_each_point(operation, send_a_leaf if operation is differentiate else call)
     rpc.shutdown()
     return found
 

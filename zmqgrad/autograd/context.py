@@ -57,7 +57,8 @@ class Context:
         """Whether a checkpoint has made a call of this worker, which a pass may make again."""
         self.released = released
         """Whether the context has ended. Messages still in flight are not recorded any more."""
-        self._lock = threading.Lock()  # guards sends, recvs, gradients, open sums and storages
+        # Guards sends, recvs, gradients, open sums and storages. A signal handler may call while it is held.
+        self._lock = threading.RLock()
         self._sends: dict[int, Send] = {}
         self._recvs: dict[int, Any] = {}  # nodes of torch's graph, by autograd id
         # By id of the leaf, with the leaf: the hash of a tensor is a slow Python function.
@@ -94,7 +95,7 @@ class Context:
                 each.abandon()
             self.passes.clear()  # they refer to the context: the cycle would keep graphs and gradients alive
         with self._lock:
-            for send in [send for send in self._sends.values() if send.checkpoint is not None]:
+            for send in [send for send in list(self._sends.values()) if send.checkpoint is not None]:
                 del self._sends[send.autograd_id]  # so do checkpointed calls
         for fail in list(self.running.values()):
             fail(self._released_error())
@@ -159,7 +160,7 @@ class Context:
     def sends(self, pass_id: int = 0) -> list[Send]:
         """Return the sends so far that a pass leads through: those of others' recomputations are not."""
         with self._lock:
-            found = [send for send in self._sends.values() if send.recomputation in (0, pass_id)]
+            found = [send for send in list(self._sends.values()) if send.recomputation in (0, pass_id)]
         # Calls are made again at the same time, in any order; gradients are added in the order of sends.
         return sorted(found, key=_place_in_program) if any(map(_is_repeated, found)) else found
 
@@ -216,7 +217,7 @@ class Context:
                 if number in self.passes:
                     self.passes.pop(number).abandon()
         with self._lock:
-            for each in [send for send in self._sends.values() if send.recomputation in fresh]:
+            for each in [send for send in list(self._sends.values()) if send.recomputation in fresh]:
                 del self._sends[each.autograd_id]
         for number in fresh:
             self.close_inner_pass(number)
@@ -236,7 +237,7 @@ class Context:
     def was_repeated(self, number: int) -> bool:
         """Whether a recomputation for this pass has left anything here that leads to other workers."""
         with self._lock:
-            return number in self.passes or any(s.recomputation == number for s in self._sends.values())
+            return number in self.passes or any(s.recomputation == number for s in list(self._sends.values()))
 
     def is_forgotten(self, number: int) -> bool:
         """Whether this pass was forgotten. The caller holds ``pass_lock``."""
