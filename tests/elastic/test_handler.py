@@ -35,6 +35,7 @@ from zmqgrad.elastic.operators import join
 from zmqgrad.elastic.state import decode
 from zmqgrad.elastic.state_holder import StateHolder, Token
 from zmqgrad.errors import (
+    ArgumentTypeError,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
@@ -565,4 +566,17 @@ def test_a_step_is_traced_once_it_is_written() -> None:
     for executor in (first, second, second, first, first):
         executor.step(join, math.inf)
     assert tracer.seen == [("ADD_TO_PARTICIPANTS", 1), ("ADD_TO_PARTICIPANTS", 2)]
+    store.close()
+
+
+def test_arguments_of_other_types() -> None:
+    store, settings = HashStore(WAIT), RendezvousSettings("job", 1, 1)
+    backend = StoreBackend(store, "job")
+    with pytest.raises(ArgumentTypeError, match=r"^store must be a store of zmqgrad\.store, not NoneType$"):
+        StoreBackend(None, "job")  # type: ignore[arg-type]
+    for arguments, name in (((None, backend, store), "settings"), ((settings, store, store), "backend")):
+        with pytest.raises(ArgumentTypeError, match=f"^{name} must be a Rendezvous"):
+            RendezvousHandler(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"or a RoundStores, not int$"):
+        RendezvousHandler(settings, backend, 5)  # type: ignore[arg-type]
     store.close()

@@ -15,7 +15,7 @@ import pytest
 from tests.support.interpreter import run_python
 from tests.support.waiting import eventually
 from zmqgrad import environment
-from zmqgrad.errors import TraceError
+from zmqgrad.errors import ArgumentTypeError, TraceError
 from zmqgrad.store import TCPStore
 from zmqgrad.trace import Job, launch_environment, record
 from zmqgrad.trace import tracer as tracing
@@ -184,6 +184,14 @@ def test_the_environment_starts_a_recorder_and_a_fork_gets_its_own(tmp_path: Pat
     by_pid = {p.info.pid: {n for n in p.names.values() if n} for p in job.processes}
     assert all(str(pid) in names for pid, names in by_pid.items())
     assert sum("again" in names for names in by_pid.values()) == 1
+
+
+def test_a_directory_that_is_no_path() -> None:
+    with (
+        pytest.raises(ArgumentTypeError, match="the directory of a trace must be a path, not int"),
+        record(5),  # type: ignore[arg-type]
+    ):
+        pass
 
 
 def test_arguments_are_cut_and_cannot_fail_a_call() -> None:

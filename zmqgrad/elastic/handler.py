@@ -39,6 +39,7 @@ from zmqgrad.elastic.state import NodeDesc, RendezvousState, new_node
 from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
 from zmqgrad.elastic.transitions import num_admissible
 from zmqgrad.errors import RendezvousConnectionError, RendezvousError
+from zmqgrad.runtime.arguments import check_instance
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.store import Store
 from zmqgrad.transport import tap
@@ -103,6 +104,9 @@ class RendezvousHandler:
         node: NodeDesc | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
+        check_instance("settings", settings, RendezvousSettings, "a RendezvousSettings")
+        check_instance("backend", backend, RendezvousBackend, "a RendezvousBackend")
+        check_instance("store", store, (Store, RoundStores), "a store of zmqgrad.store, or a RoundStores")
         self.node = new_node() if node is None else node
         self._settings = settings
         self._backend = backend

@@ -63,3 +63,9 @@ def check_callable(callback: object, what: str = "A callback") -> None:
     """
     if not callable(callback):
         raise ArgumentTypeError(f"incompatible function arguments. {what} must be callable, not {callback!r}")
+
+
+def check_instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raises ArgumentTypeError if ``value`` is no ``kind``, which the error calls ``expected``."""
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(f"{name} must be {expected}, not {type(value).__name__}")

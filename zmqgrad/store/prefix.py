@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from zmqgrad.errors import ArgumentTypeError
+from zmqgrad.runtime.arguments import check_instance
 from zmqgrad.store.arguments import as_key
 from zmqgrad.store.base import Store
 from zmqgrad.store.events import EventHandler, WatchEvent
@@ -31,10 +31,7 @@ class PrefixStore(Store):
     """
 
     def __init__(self, prefix: str, store: Store, *, owned: bool = False) -> None:
-        if not isinstance(store, Store):
-            raise ArgumentTypeError(
-                f"a PrefixStore needs a store of zmqgrad.store, not {type(store).__name__}"
-            )
+        check_instance("the store of a PrefixStore", store, Store, "a store of zmqgrad.store")
         self._prefix = f"{as_key(prefix)}/"
         self._store = store
         self._registry = store._registry

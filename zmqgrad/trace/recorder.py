@@ -22,6 +22,7 @@ from pathlib import Path
 
 from zmqgrad import environment
 from zmqgrad.errors import TraceError
+from zmqgrad.runtime.arguments import check_instance
 from zmqgrad.runtime.clock import monotonic_ns as now
 from zmqgrad.trace import events, stacks
 from zmqgrad.trace.active import Active, Row
@@ -68,6 +69,7 @@ class Recorder:
         heartbeats: bool = False,
         max_events: int = MAX_QUEUED_EVENTS,
     ) -> None:
+        check_instance("the directory of a trace", directory, (str, os.PathLike), "a path")
         self.directory = Path(directory).absolute()
         self.path: Path | None = None
         """The log; None until something is recorded, and in a process where nothing is."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from zmqgrad.elastic.endpoint import leave_open
 from zmqgrad.elastic.state_holder import RendezvousBackend, Token
 from zmqgrad.errors import RendezvousConnectionError, RendezvousStateError, StoreError, StoreTimeoutError
+from zmqgrad.runtime.arguments import check_instance
 from zmqgrad.store import Store, TCPStore
 
 DRAIN_SECONDS = 5.0
@@ -45,6 +46,7 @@ class StoreBackend(RendezvousBackend):
     name = "zmqgrad"
 
     def __init__(self, store: Store, run_id: str, *, owned: bool = False, may_restart: bool = False) -> None:
+        check_instance("store", store, Store, "a store of zmqgrad.store")
         self._store = store
         self._owned = owned
         self._may_restart = may_restart
