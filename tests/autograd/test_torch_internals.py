@@ -107,6 +107,16 @@ def test_the_outputs_of_a_node() -> None:
     assert not zeros.any()
 
 
+def test_the_dtype_of_the_gradient_of_a_leaf() -> None:
+    """Tensor.grad_dtype, which only leaves have."""
+    leaf = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    assert internals.gradient_dtype(leaf) is internals.gradient_dtype(leaf * 2) is torch.bfloat16
+    if hasattr(torch.Tensor, "grad_dtype"):
+        for dtype in (torch.float32, None):
+            leaf.grad_dtype = dtype
+            assert internals.gradient_dtype(leaf) is dtype
+
+
 def _freed(_: None) -> torch.Tensor:
     raise RuntimeError("freed by the test")
 

@@ -111,6 +111,30 @@ def test_a_gradient_for_a_sent_leaf_is_fitted_to_what_the_leaf_is_now(is_leaf: b
         assert torch.equal(gradient, expected)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this version of torch has none")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None])
+@pytest.mark.parametrize("sent", [False, True])
+def test_the_gradient_of_a_leaf_with_a_grad_dtype(sent: bool, dtype: torch.dtype | None) -> None:
+    """Also where a group runs node by node: of a tensor that is sent, and used with what it is made of."""
+
+    def run(square: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+        x.grad_dtype = dtype
+        if sent:
+            return x, square(x.view_as(x) if dtype is None else x).sum()
+        y = (x * torch.tensor([1 / 3, 2 / 3])).exp()
+        z = y * y
+        return x, (square(z) + z + y).sum()
+
+    alone, loss = run(torch.square)
+    loss.backward()
+    with cluster(2), autograd.context() as context_id:
+        x, loss = run(lambda x: rpc.rpc_sync(1, torch.square, args=(x,)))
+        autograd.backward(context_id, [loss])
+        assert alone.grad is not None
+        torch.testing.assert_close(autograd.get_gradients(context_id)[x], alone.grad)
+
+
 def test_an_invalid_gradient_names_worker_message_and_tensor() -> None:
     with cluster(2), autograd.context() as context_id:
         first, x = torch.rand(1, requires_grad=True), torch.rand(2, 3, requires_grad=True)

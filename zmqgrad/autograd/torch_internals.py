@@ -325,6 +325,14 @@ def input_metadata(node: Any, output: int) -> Any:
     return node._input_metadata[output]
 
 
+def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype that torch casts the gradient of ``tensor`` to; None if it may have any."""
+    return tensor.grad_dtype if _HAS_GRAD_DTYPE and tensor.is_leaf else tensor.dtype
+
+
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # since 2.10
+
+
 def zeros_for(node: Any, output: int) -> torch.Tensor:
     """Return zeros with the shape, dtype and device of an output of ``node``."""
     form = input_metadata(node, output)

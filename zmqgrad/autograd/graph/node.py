@@ -28,6 +28,7 @@ from zmqgrad.autograd.graph.recomputation import has_saved_tensor_hooks
 from zmqgrad.autograd.graph.undefined import UNDEFINED, zero_placeholders
 from zmqgrad.autograd.graph.validation import fit, has_form
 from zmqgrad.autograd.torch_internals import (
+    LEAF_NODE,
     drop_saved_tensors,
     forward_traceback,
     has_tensor_hooks,
@@ -165,7 +166,7 @@ def _call(node: Any, gradients: Sequence[Gradient], following: Sequence[Edge]) -
 
 def _fit(node: Any, index: int, gradient: torch.Tensor, edge: Edge) -> torch.Tensor:
     """Return a gradient in the form that the next node expects, like the engine."""
-    if has_form(gradient, input_metadata(*edge)):
+    if type(edge[0]) is not LEAF_NODE and has_form(gradient, input_metadata(*edge)):
         return gradient
     try:
         return fit(gradient, GradientEdge(*edge))

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.send_recv import EdgeOrLeaf
-from zmqgrad.autograd.torch_internals import input_metadata
+from zmqgrad.autograd.torch_internals import LEAF_NODE, gradient_dtype, input_metadata
 
 _DENSE_FOR = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -24,7 +24,7 @@ def matches(gradient: torch.Tensor, place: EdgeOrLeaf) -> bool:
     if isinstance(place, GradientEdge):
         return has_form(gradient, input_metadata(*place[:2]))
     return (
-        place.dtype is gradient.dtype
+        gradient_dtype(place) in (gradient.dtype, None)
         and place.shape == gradient.shape
         and place.layout is gradient.layout
         and place.device == gradient.device
@@ -47,6 +47,9 @@ def fit(gradient: torch.Tensor, place: EdgeOrLeaf) -> torch.Tensor:
         RuntimeError: if that is not possible; says why, in torch's words.
     """
     form: Any = input_metadata(*place[:2]) if isinstance(place, GradientEdge) else place
+    node: Any = place.node if isinstance(place, GradientEdge) else None
+    at = node.variable if type(node) is LEAF_NODE else place
+    dtype = gradient_dtype(at) if isinstance(at, torch.Tensor) else form.dtype
     if gradient.is_nested or getattr(form, "is_nested_tensor", False):
         return gradient  # the engine validates it
     shape = tuple(form.shape)
@@ -54,10 +57,10 @@ def fit(gradient: torch.Tensor, place: EdgeOrLeaf) -> torch.Tensor:
         if not _expands_to(shape, tuple(gradient.shape)):
             raise RuntimeError(f"got {list(gradient.shape)} but expected shape compatible with {list(shape)}")
         gradient = gradient.sum_to_size(shape)
-    if gradient.dtype is not form.dtype:
-        if not gradient.dtype.is_floating_point and gradient.dtype.is_complex != form.dtype.is_complex:
-            raise RuntimeError(f"got {gradient.dtype} but expected a dtype that casts to {form.dtype}")
-        gradient = gradient.to(form.dtype)
+    if dtype not in (gradient.dtype, None):
+        if not gradient.dtype.is_floating_point and gradient.dtype.is_complex != dtype.is_complex:
+            raise RuntimeError(f"got {gradient.dtype} but expected a dtype that casts to {dtype}")
+        gradient = gradient.to(dtype)
     if isinstance(place, torch.Tensor) and gradient.layout is not place.layout:
         dense_for_sparse = gradient.layout is torch.strided and place.layout in _DENSE_FOR
         if gradient.layout is not torch.sparse_coo and not dense_for_sparse:
