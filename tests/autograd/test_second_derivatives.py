@@ -509,6 +509,41 @@ def test_what_lies_behind_the_inputs_neither_runs_nor_is_freed(c: Cluster, progr
 
 
 @every_mode
+@pytest.mark.parametrize("inputs", [[1, 3], [3, 1], [2, 3], [1, 2, 3], [0, 3]], ids=str)
+def test_what_arrived_before_the_inputs_were_sent_neither_runs_nor_is_freed(
+    c: Cluster, inputs: list[int], mode: str
+) -> None:
+    """Of several inputs the pass leads from each only to those before it."""
+    runs: list[str] = []
+
+    def run(call: Call, x: Tensor, differentiate: Function, backward: Function) -> Sequence[Tensor]:
+        z = x * 1
+        z.register_hook(lambda g: runs.append("behind"))
+        made = [call(1, torch.square, (z,))]
+        made.append(made[0] * 2)
+        made[1].register_hook(lambda g: g * 3)
+        made += [call(2, torch.square, (made[1],))]
+        made += [call(0, torch.square, (made[2] * made[1],))]
+        found: Sequence[Tensor] = differentiate((made[3] * made[2]).sum(), [made[i] for i in inputs])
+        runs.append("first")
+        backward((made[0] * found[0].detach()).sum())
+        return found
+
+    x = leaf(2, 3)
+    expected = run(here, x, torch.autograd.grad, lambda loss: loss.backward())
+    assert x.grad is not None
+    with context() as ctx:
+        found = run(
+            rpc.rpc_sync,
+            x,
+            lambda y, of: grad(ctx, y, of, mode=mode),
+            lambda loss: backward(ctx, [loss]),
+        )
+        same([*found, get_gradients(ctx)[x]], [*expected, x.grad])
+    assert runs == ["first", "behind"] * 2
+
+
+@every_mode
 def test_unused_inputs(c: Cluster, mode: str) -> None:
     x, unused = leaf(2, 3), leaf(3)
     with context() as ctx:

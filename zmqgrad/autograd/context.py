@@ -60,6 +60,7 @@ class Context:
         # Guards sends, recvs, gradients, open sums and storages. A signal handler may call while it is held.
         self._lock = threading.RLock()
         self._sends: dict[int, Send] = {}
+        self._last_send = 0
         self._recvs: dict[int, Any] = {}  # nodes of torch's graph, by autograd id
         # By id of the leaf, with the leaf: the hash of a tensor is a slow Python function.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -124,6 +125,7 @@ class Context:
         """Add a send whose message is about to be sent."""
         with self._lock:
             self._sends[send.autograd_id] = send
+            self._last_send = max(self._last_send, send.autograd_id)
 
     def record(
         self, ids: IdSource, peer: int, tensors: Iterable[torch.Tensor], describe: Callable[[], str]
@@ -190,7 +192,9 @@ class Context:
             ``tensors``, in which those at ``requiring_grad`` are outputs of the recv.
         """
         if requiring_grad:
-            metadata = RecvMetadata(self.id, autograd_id, peer, len(requiring_grad), in_reply)
+            metadata = RecvMetadata(
+                self.id, autograd_id, peer, len(requiring_grad), in_reply, self._last_send
+            )
             outputs, node = attach_recv(metadata, [tensors[i] for i in requiring_grad])
             if not recomputation.get()[0]:  # the others live as long as their part of the graph
                 self._recvs[autograd_id] = node

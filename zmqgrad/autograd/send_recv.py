@@ -147,6 +147,7 @@ class RecvMetadata(NamedTuple):
     """The send ``autograd_id`` of ``peer``, which the gradients of a recv go to.
 
     ``in_reply``: the tensors arrived in a reply, not in a call, which matters for device maps.
+    ``sent_before``: the last send of this worker at that time; the tensors do not depend on later ones.
     ``arguments_of`` refers to the checkpointed call that takes the gradients instead, if they are arguments.
     """
 
@@ -155,6 +156,7 @@ class RecvMetadata(NamedTuple):
     peer: int
     outputs: int
     in_reply: bool = False
+    sent_before: int = 0
     arguments_of: Callable[[], Any] | None = None
 
 

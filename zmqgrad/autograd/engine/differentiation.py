@@ -99,7 +99,7 @@ class Differentiation:
         if len(groups) > 1:
             outgoing = dict.fromkeys([edge for group in groups for edge in group.outgoing])
         if self._captures is not None:
-            outgoing = self._captures.sinks(outgoing)
+            outgoing = self._captures.needs(outgoing)
         if undefined:
             defined = {edge: g for edge, g in gradients.items() if g is not UNDEFINED}
             with zero_placeholders(reached(undefined, outgoing, is_python_function)) as placeholders:
@@ -154,13 +154,12 @@ class Differentiation:
         """As one engine call, where the engine would not stop, or would run hooks on partial sums."""
         at: dict[Edge, torch.Tensor] = dict(gradients)
         retain_graph, create_graph = self.options.retain_graph, self.options.create_graph
-        members, captures = list(self._members(group)), self._captures
-        ways = {} if captures is None else captures.ways(members, group.outgoing)
-        for node in members:
+        captures = self._captures
+        for node in self._members(group):
             incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
             following = node.next_functions
             if captures is not None:
-                following = ways[node]
+                following = captures.way(node)
                 if not self._passes_by(captures, node, incoming, following):
                     continue
             produced = evaluate_node(node, incoming, following, retain_graph, create_graph)

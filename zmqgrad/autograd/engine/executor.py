@@ -146,11 +146,9 @@ class LocalPass:
         """Whether the pass has failed or ended: no further group runs, and what one computes is dropped."""
         self._worker = worker
         self._sends = context.sends() if sends is None else sends
-        stays = (
-            self.captures is not None and not context.computes_again and self.captures.stay_here(self._sends)
-        )
-        if stays:
-            self._sends = ()
+        if self.captures is not None:
+            repeats = context.computes_again
+            self._sends = self.captures.find_ways(roots, self._sends, context.id, repeats)
         self._entry_of = {ROOTS: 0}  # by autograd id
         for send in self._sends:
             self._entry_of[send.autograd_id] = len(self._entry_of)
@@ -177,9 +175,13 @@ class LocalPass:
         self._task = PassTask(self._starts, self._plan)
         self._differentiation = Differentiation(walk, self._plan, options, self.captures, self._hooks)
         self._id = pass_id
-        self._recvs: dict[Any, RecvMetadata] = {} if stays else walk.recvs
-        if self.captures is not None and self.captures.ends:
-            self._recvs = {node: recv for node, recv in self._recvs.items() if node not in self.captures.ends}
+        self._recvs: dict[Any, RecvMetadata] = walk.recvs
+        if (captures := self.captures) is not None:
+            self._recvs = {
+                node: recv
+                for node, recv in walk.recvs.items()
+                if node not in captures.ends and captures.leads_on(recv)
+            }
         self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
 
     def _check_versions(self, walk: GraphWalk) -> None:

@@ -14,8 +14,22 @@ import torch
 from zmqgrad.autograd.graph.plan import Edge
 from zmqgrad.autograd.graph.sums import OrderedSum, Place, added
 from zmqgrad.autograd.graph.undefined import reached
-from zmqgrad.autograd.send_recv import Send, edge_of, edge_or_leaf
-from zmqgrad.autograd.torch_internals import LEAF_NODE
+from zmqgrad.autograd.send_recv import (
+    RECV_NODE,
+    EdgeOrLeaf,
+    RecvMetadata,
+    Send,
+    edge_of,
+    edge_or_leaf,
+    recv_metadata,
+)
+
+_NEVER = 1 << 64
+"""More than any autograd id."""
+
+
+def _edges(places: Iterable[EdgeOrLeaf]) -> Iterable[Edge]:
+    return [edge_of(place)[:2] for place in places]
 
 
 class Captures:
@@ -26,8 +40,9 @@ class Captures:
 
     def __init__(self, inputs: Sequence[torch.Tensor] = (), all_here: bool = False) -> None:
         self._all_here = all_here
-        self.leads_away = True
-        """Whether gradients go to other workers, from which they may come back to an input."""
+        self._back_from = 0  # the first send through which gradients may come back to an input
+        self._context_id = 0
+        self._leading: set[Any] = set()
         self._edges: list[Edge] = []
         self._added: dict[Edge, OrderedSum] = {}  # by inner passes
         for tensor in inputs:
@@ -39,41 +54,75 @@ class Captures:
         self.ends: Collection[Any] = self.nodes if all_here and len(self.nodes) == 1 else ()
         """The nodes at which the pass stops: behind the only input there is no other."""
 
-    def stay_here(self, sends: Iterable[Send]) -> bool:
-        """Do not let the pass lead away if nothing that was sent depends on an input. Returns whether so.
+    def find_ways(
+        self, roots: Iterable[torch.Tensor], sends: Sequence[Send], context_id: int, repeats: bool
+    ) -> Sequence[Send]:
+        """Find what leads to an input; nothing else runs then, or is freed, as in one process.
 
-        As in one process, nothing behind the inputs runs then, or is freed.
-        """
-        if self._all_here and not any([send.checkpoint is not None for send in sends]):
-            starts = [edge_of(place)[:2] for send in sends for place in send.edges]
-            self.leads_away = bool(reached(starts, (), self.nodes.__contains__))
-        return not self.leads_away
-
-    def sinks(self, edges: Collection[Edge]) -> Collection[Edge]:
-        """Return those of ``edges``, out of a group, at which the pass wants gradients."""
-        return edges if self.leads_away else [edge for edge in edges if edge[0] in self.nodes]
-
-    def needs(self, edges: Iterable[Any]) -> Sequence[Any]:
-        """Return ``edges`` without those to leaves that are no inputs."""
-        return [edge for edge in edges if type(edge[0]) is not LEAF_NODE or edge[0] in self.nodes]
-
-    def ways(self, nodes: Sequence[Any], ends: Collection[Edge]) -> dict[Any, list[Edge]]:
-        """Return the edges out of ``nodes``, without those on no way to an input or to one of ``ends``.
+        What arrived here before the first tensor was sent that an input lies behind does not depend on that:
+        gradients that leave there do not come back.
 
         Args:
-            nodes: those of a group, each before those that follow it.
-            ends: the edges out of the group.
+            roots: the roots of the pass, if they are on this worker.
+            sends: what this worker has sent.
+            context_id: of the pass.
+            repeats: whether the pass may make calls again.
 
         Returns:
-            For each node its ``next_functions``, with no node in place of those that are left out.
+            The sends through which gradients may come back: all, or none.
         """
-        ends, lead_on = self.sinks(ends), set(self.nodes)
-        found: dict[Any, list[Edge]] = {}
-        for node in reversed(nodes):
-            found[node] = [e if e in ends or e[0] in lead_on else (None, 0) for e in node.next_functions]
-            if any([edge[0] is not None for edge in found[node]]):
-                lead_on.add(node)
-        return found
+        self._context_id = context_id
+        if self._all_here and not repeats and not any([send.checkpoint is not None for send in sends]):
+            seen: set[Any] = set()
+            self._back_from = next(
+                (
+                    send.autograd_id
+                    for send in sorted(sends)
+                    if reached(_edges(send.edges), (), self.nodes.__contains__, seen)
+                ),
+                _NEVER,
+            )
+            if self._back_from == _NEVER:
+                sends = ()
+        before: dict[Any, list[Any]] = {}
+        todo = [
+            node
+            for places in (map(edge_or_leaf, roots), *[s.edges for s in sends])
+            for node, _ in _edges(places)
+        ]
+        found = dict.fromkeys(todo)
+        while todo:
+            node = todo.pop()
+            for following, _ in () if node in self.ends else node.next_functions:
+                if following is not None:
+                    if following not in found:
+                        found[following] = None
+                        todo.append(following)
+                    before.setdefault(following, []).append(node)
+        todo = [node for node in found if node in self.nodes or self._leads_away(node)]
+        while todo:
+            node = todo.pop()
+            if node not in self._leading:
+                self._leading.add(node)
+                todo += before.get(node, ())
+        return sends
+
+    def _leads_away(self, node: Any) -> bool:
+        recv = recv_metadata(node) if type(node) is RECV_NODE else None
+        return recv is not None and self.leads_on(recv)
+
+    def leads_on(self, recv: RecvMetadata) -> bool:
+        """Whether gradients that leave at ``recv`` may come to an input."""
+        is_other = recv.arguments_of is not None or recv.context_id != self._context_id
+        return self._back_from < _NEVER and (is_other or recv.sent_before >= self._back_from)
+
+    def needs(self, edges: Iterable[Any]) -> Sequence[Any]:
+        """Return those of ``edges`` that lead to an input."""
+        return [edge for edge in edges if edge[0] in self._leading]
+
+    def way(self, node: Any) -> Sequence[Edge]:
+        """Return the ``next_functions`` of ``node``, with no node in place of those on no way to an input."""
+        return [edge if edge[0] in self._leading else (None, 0) for edge in node.next_functions]
 
     def edges_at(self, node: Any) -> list[Edge]:
         """Return the edges to ``node`` whose gradients are returned."""

@@ -26,14 +26,18 @@ UNDEFINED = torch.empty(0, device="cpu")
 
 
 def reached(
-    starts: Iterable[Edge], ends: Collection[Edge], stop: Callable[[Any], bool] | None = None
+    starts: Iterable[Edge],
+    ends: Collection[Edge],
+    stop: Callable[[Any], bool] | None = None,
+    seen: set[Any] | None = None,
 ) -> set[Edge]:
     """Return those of ``ends`` that ``starts`` lead to; the search does not go beyond any of ``ends``.
 
-    With ``stop``, return instead the first edges that lead to nodes for which ``stop`` holds.
+    With ``stop``, return instead the first edges that lead to nodes for which ``stop`` holds. ``seen``: nodes
+    that have been searched, to which this one adds.
     """
     found: set[Edge] = set()
-    seen: set[Any] = set()
+    seen = set() if seen is None else seen
     todo = list(starts)
     while todo:
         edge = todo.pop()
