@@ -380,6 +380,26 @@ def is_labelled(x: Tensor) -> Tensor:
     return x * 2
 
 
+class Unfinished(Exception):
+    pass
+
+
+def raise_with(x: Tensor) -> None:
+    raise Unfinished(x * 2, {"leaf": torch.ones(1, requires_grad=True)})
+
+
+@row("tensors in exceptions")
+def test_tensors_in_exceptions_are_constants() -> None:
+    with context() as ctx:
+        with pytest.raises(Unfinished) as raised:
+            call(raise_with, leaf(1, 2))
+        found, others = raised.value.args
+        assert found.tolist() == [2, 4]
+        assert others["leaf"].requires_grad  # as that of a module
+        with pytest.raises(AutogradError, match="requires_grad not set"):
+            backward(ctx, [found.sum()])
+
+
 @row("subclasses of `torch.Tensor`")
 def test_subclasses_keep_their_history() -> None:
     def program(call: Callable[..., Any], x: Tensor) -> Tensor:

@@ -139,8 +139,21 @@ class PickleProbe(RpcPickler):
         return ()
 
 
+class _ConstantsPickler(CodePickler):
+    """Pickles tensors that have a history without it; torch would make them leaves that require grad."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
+            constant: Any = obj.detach()
+            return constant.__reduce_ex__(5)
+        return super().reducer_override(obj)
+
+
 def dumps(value: Any, main_by_reference: bool) -> bytes:
-    """Pickle ``value``, tensors included, into one string of bytes that ``pickle.loads`` reads."""
+    """Pickle ``value``, tensors included, into one string of bytes that ``pickle.loads`` reads.
+
+    Tensors that have a history become constants.
+    """
     file = io.BytesIO()
-    CodePickler(file, main_by_reference).dump(value)
+    _ConstantsPickler(file, main_by_reference).dump(value)
     return file.getvalue()
