@@ -111,6 +111,35 @@ def make_table() -> Tensor:
     return torch.ones(4, 2, requires_grad=True)
 
 
+LOW = [torch.ones(3, dtype=torch.bfloat16) for _ in range(2)]
+"""A parameter of worker 1, and the same in one process."""
+
+
+def low(i: int) -> Tensor:
+    return LOW[i]
+
+
+def loss_of_low(i: int) -> Tensor:
+    return (LOW[i] * torch.tensor([0.1, 0.2, 0.3])).square().sum()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this version of torch has none")
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_parameters_with_a_grad_dtype(c: Cluster, dtype: torch.dtype | None) -> None:
+    for each in LOW:
+        each.requires_grad_().grad_dtype = dtype
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.remote(1, low, (0,))], lr=0.7)
+    local = torch.optim.SGD([LOW[1]], lr=0.7)
+    for _ in range(3):
+        with context() as ctx:
+            backward(ctx, [rpc.rpc_sync(1, loss_of_low, (0,))])
+            optimizer.step(ctx)
+        local.zero_grad()
+        loss_of_low(1).backward()
+        local.step()
+    assert torch.equal(*LOW)
+
+
 def test_sparse_gradients_and_their_optimizer(c: Cluster) -> None:
     here = make_table()
     local = torch.optim.SparseAdam([here], lr=0.1)

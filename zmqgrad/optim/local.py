@@ -197,6 +197,8 @@ def _alias(param: Any, counted: bool) -> Any:
     if isinstance(param, torch.nn.Parameter):
         alias = torch.nn.Parameter(alias, param.requires_grad)
     alias.requires_grad_(param.requires_grad)
+    if (dtype := getattr(param, "grad_dtype", param.dtype)) is not param.dtype:
+        alias.grad_dtype = dtype
     vars(alias).update(vars(param))
     return alias
 
