@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -633,6 +633,20 @@ def test_the_authenticator_is_not_closed_while_it_is_read(monkeypatch: pytest.Mo
     assert service.join(Deadline.after(20)) == []
 
 
+@contextmanager
+def crowd_at(box: Box) -> Iterator[None]:
+    """As many processes connect to a mailbox, which does not read, as the kernel lets wait."""
+    with ExitStack() as others:
+        name = local.unix_name(channel_endpoint(box.mailbox.endpoints[0]))
+        error = 0
+        while not error:
+            other = others.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            other.setblocking(False)
+            error = other.connect_ex(name)
+        assert error == errno.EAGAIN
+        yield
+
+
 def test_no_send_waits_for_a_receiver_that_accepts_no_connection(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -642,14 +656,7 @@ def test_no_send_waits_for_a_receiver_that_accepts_no_connection(
     monkeypatch.setattr(local_connection, "SEND_BUFFER_BYTES", 1)
     a, b = office.open(0), office.open(1, start=False)
     a.mailbox.send(1, Hello("x"), 0)
-    with ExitStack() as others:
-        name = local.unix_name(channel_endpoint(b.mailbox.endpoints[0]))
-        error = 0
-        while not error:
-            other = others.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            other.setblocking(False)
-            error = other.connect_ex(name)
-        assert error == errno.EAGAIN
+    with crowd_at(b):
         connection, sent, began = connection_of(a, 1), 1, time.monotonic()
         while connection.backlog() < 3:
             a.mailbox.send(1, Hello("x"), sent)
@@ -657,6 +664,35 @@ def test_no_send_waits_for_a_receiver_that_accepts_no_connection(
         assert time.monotonic() - began < local_connection.CONNECT_SECONDS
     b.mailbox.start(b.arrived.put, office.resolve)
     assert [inbound.envelope.message_id for inbound in b.take(sent)] == list(range(sent))
+
+
+def test_a_mailbox_closes_in_time_though_a_peer_accepts_no_connection(office: Office) -> None:
+    """It has never sent anything to that peer, and tells it that it leaves. It waited for 5 s."""
+    a, gate, c = office.open(0), Gate(), office.open(2)
+    b = office.open(1, gate)
+    c.mailbox.send(1, HELLO, 1)
+    assert gate.entered.acquire(timeout=20)
+    b.mailbox.send(0, HELLO, 1)
+    a.take()
+    with crowd_at(b):
+        began = time.monotonic()
+        a.mailbox.close("it has finished")
+        assert time.monotonic() - began < local_connection.CONNECT_SECONDS / 2
+    gate.opened.set()
+
+
+def test_a_goodbye_reaches_a_process_of_another_namespace(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two containers on the network of their host. The kernel tells neither the number of the other, so
+    nothing may be sent before the receiver has accepted the connection.
+    """
+    monkeypatch.setattr(local_connection, "process_of", lambda connected: 0)
+    a, b = office.open(0, ends=True), office.open(1, ends=True)
+    a.mailbox.send(1, HELLO, 1)
+    assert isinstance(b.events.get(timeout=20), Inbound)
+    b.mailbox.close("it has finished")
+    assert a.take_until_end(1) == ([], "it has finished")
 
 
 def test_what_is_read_while_a_mailbox_closes_is_not_malformed() -> None:

@@ -38,6 +38,7 @@ from zmqgrad.transport.base import Buffer, PeerAddress, Resolver
 from zmqgrad.transport.heartbeat import SCHEME
 from zmqgrad.transport.local.channels import channel_endpoint
 from zmqgrad.transport.local.connection import (
+    CONNECT_SECONDS,
     MAX_AHEAD,
     LocalConnection,
     Offer,
@@ -60,6 +61,10 @@ BROKEN_ERRNOS = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.
 """What a send reports whose receiver has closed the connection, or has ended."""
 
 
+RECEIVER = 0
+"""In place of the number of a reply channel: the connection is to the receiver of the peer."""
+
+
 @dataclass(eq=False, slots=True)
 class Link:
     """One incarnation of one peer. ``lock`` guards the sending half, except for ``local``."""
@@ -76,7 +81,7 @@ class Link:
     incoming: dict[int, Incoming] = field(default_factory=dict)
     """The receiving half of its session, by incarnation: there may be late messages of one before."""
     channels: dict[int, LocalConnection] = field(default_factory=dict)
-    """Connections to the reply channels of the peer, by number."""
+    """Connections to the reply channels of the peer, by number; RECEIVER: see :meth:`Links.send_once`."""
     messages: int = 0
     header_bytes: int = 0
     frame_bytes: int = 0
@@ -258,13 +263,20 @@ class Links:
         return socket
 
     def _connect_local(
-        self, link: Link, endpoint: str, target: int, number: int = 0, continued: int = 0
+        self,
+        link: Link,
+        endpoint: str,
+        target: int,
+        number: int = 0,
+        continued: int = 0,
+        waits: float = CONNECT_SECONDS,
     ) -> LocalConnection | None:
         """Connects to a listener of the peer. Returns None if no process of our user listens there.
 
         Args:
             number: of a reply channel; 0: the receiver.
             continued: the how manieth connection it continues.
+            waits: as :func:`~zmqgrad.transport.local.connection.connect`.
 
         Raises:
             TransportError: if this process has no descriptor left, or the peer does not accept in time.
@@ -278,7 +290,7 @@ class Links:
                 self._local_key,
                 self._on_backlog,
                 eager=not number,
-                waits=not (number or continued),  # else there is another way, and nobody must wait meanwhile
+                waits=0 if number or continued else waits,  # there is another way; nobody must wait meanwhile
             )
         except OSError as e:
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
@@ -429,27 +441,28 @@ class Links:
                 link.busy = False
             self._sessions.alarm.set(session.outgoing.due)
 
-    def send_once(self, link: Link, packet: bytearray, linger: int) -> None:
-        """Sends one packet to a peer to which the link has ended, by a connection that lasts no longer.
+    def send_once(self, link: Link, packet: bytearray, linger: int, waits: float) -> None:
+        """Sends the last packet to a peer to which there is no link, by a connection that lasts no longer.
+
+        On this host that is until the peer has read it, which it cannot before it has accepted a process of
+        another namespace (:func:`~zmqgrad.transport.local.connection.connect`).
 
         Args:
             linger: how many ms libzmq may take.
+            waits: how many seconds to wait for a peer that accepts no connection.
 
         Raises:
-            UnknownPeerError, OSError, zmq.ZMQError: if the peer cannot be reached.
+            UnknownPeerError, TransportError, OSError, zmq.ZMQError: if the peer cannot be reached.
         """
         if not link.endpoint:
             known = self.resolve(link.peer)
             link.incarnation, link.endpoint = known.incarnation, self.best_endpoint(link.peer, known)
         if link.endpoint.startswith("ipc:"):
-            hello = self._hello(link.incarnation, 0)
-            opened = local.connect(
-                channel_endpoint(link.endpoint), hello, self._local_key, _ignore, eager=True
-            )
-            try:
-                opened.send(packet)
-            finally:
-                opened.close()
+            with link.lock:
+                opened = self._connect_local(link, link.endpoint, link.incarnation, waits=waits)
+                if opened is not None:
+                    link.channels[RECEIVER] = opened
+                    opened.send(packet)
             return
         with self._dealer("[" in link.endpoint) as socket:
             socket.linger = linger
@@ -542,10 +555,6 @@ class Links:
         with self._lock:
             before, self.closed = self.closed, True
             return not before
-
-
-def _ignore(connection: LocalConnection) -> None:
-    """Called where the kernel does not accept a packet, which is then lost."""
 
 
 def _unreachable(known: PeerAddress) -> UnknownPeerError:

@@ -458,8 +458,12 @@ class ZmqMailbox(Mailbox):
         """What a peer is told that this worker has declared lost."""
         return text_of_loss(self._name, link.peer, link.end_reason)
 
-    def _say_goodbye(self, link: Link, reason: str) -> None:
-        """Sends the last message of a link, unless the peer has certainly ended."""
+    def _say_goodbye(self, link: Link, reason: str, waits: float = 0.0) -> None:
+        """Sends the last message of a link, unless the peer has certainly ended.
+
+        Args:
+            waits: as :meth:`Links.send_once`.
+        """
         first = encode(Goodbye(reason[:1000]), self.worker_id, self.incarnation, 0)
         try:
             with link.lock:  # another thread may be just opening the link
@@ -469,7 +473,7 @@ class ZmqMailbox(Mailbox):
             if local is not None:
                 self._links.send_packet(link, local, first, awaited=False)
             elif session is None and self._links.closed and link.paths:  # nothing was sent to it so far
-                self._links.send_once(link, first, GOODBYE_LINGER_MS)
+                self._links.send_once(link, first, GOODBYE_LINGER_MS, waits)
         except (ZmqgradError, OSError, zmq.ZMQError) as e:
             logger.debug("%s: worker %d does not get the last message: %s", self._name, link.peer, e)
 
@@ -484,7 +488,7 @@ class ZmqMailbox(Mailbox):
     def _tell_lost(self, link: Link) -> None:
         first = encode(Goodbye(self._verdict(link)[:1000]), self.worker_id, self.incarnation, 0)
         try:
-            self._links.send_once(link, first, GOODBYE_LINGER_MS)
+            self._links.send_once(link, first, GOODBYE_LINGER_MS, GOODBYE_LINGER_MS / 1000)
         except (ZmqgradError, OSError, zmq.ZMQError) as e:
             logger.debug("%s: worker %d is not told that it is lost: %s", self._name, link.peer, e)
 
@@ -502,7 +506,7 @@ class ZmqMailbox(Mailbox):
                 _wait_until(self._bulk_has_arrived, deadline)
             for link in self._links.all():
                 if link.peer != self.worker_id and not link.ended:
-                    self._say_goodbye(link, goodbye)
+                    self._say_goodbye(link, goodbye, deadline.left() if waits else 0.0)
             if waits:
                 _wait_until(self._links.have_left, deadline)
         for link in self._links.all():

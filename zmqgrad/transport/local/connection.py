@@ -123,7 +123,7 @@ def connect(
     on_backlog: Callable[[LocalConnection], None],
     *,
     eager: bool = False,
-    waits: bool = True,
+    waits: float = CONNECT_SECONDS,
 ) -> LocalConnection:
     """Connects to the listener at ``endpoint``.
 
@@ -134,14 +134,14 @@ def connect(
         on_backlog: see :class:`LocalConnection`.
         eager: send packets before the listener has accepted the connection, if it is certainly the process
             that ``endpoint`` names; otherwise they wait here.
-        waits: for as long as CONNECT_SECONDS, if too many connections wait to be accepted there.
+        waits: for so many seconds at most, if too many connections wait to be accepted there.
 
     Raises:
         BlockingIOError: if they still do.
         OSError: if no process of our user listens there.
     """
     first = handshake.proven(key, endpoint, hello)
-    deadline = Deadline.after(CONNECT_SECONDS)
+    deadline = Deadline.after(waits)
     while (opened := _open(endpoint, first, waits)) is None:  # the listener had too many without a hello
         if deadline.passed():
             raise BlockingIOError(errno.EAGAIN, f"too many processes connect to {endpoint}")
@@ -151,14 +151,14 @@ def connect(
     return LocalConnection(opened, on_backlog, expected=expected, eager=eager, number=hello.number)
 
 
-def _open(endpoint: str, first: bytes, waits: bool) -> socket.socket | None:
+def _open(endpoint: str, first: bytes, waits: float) -> socket.socket | None:
     """Returns a connection that has begun with the packet ``first``; None if it was closed before that."""
     opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         # Waits while too many others wait to be accepted: a non-blocking socket would have to try again.
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", CONNECT_SECONDS, 0))
-        opened.setblocking(waits)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(waits))
+        opened.setblocking(waits > 0)
         opened.connect(unix_name(endpoint))
         opened.setblocking(False)
         if not is_same_user(opened):
@@ -172,6 +172,11 @@ def _open(endpoint: str, first: bytes, waits: bool) -> socket.socket | None:
         opened.close()
         raise
     return opened
+
+
+def _timeval(seconds: float) -> bytes:
+    """Returns ``seconds`` as the kernel reads a timeout; 0 would be none."""
+    return struct.pack("@ll", *divmod(max(1, round(seconds * 1e6)), 1_000_000))
 
 
 Queued = tuple[bytes, int]
@@ -465,9 +470,7 @@ class LocalConnection:
     def limit_waits(self, seconds: float) -> None:
         """Limits how long ``receive(0)`` waits, by the kernel's timeout: Python's costs a ``poll``."""
         self._socket.setblocking(True)
-        micros = max(1, round(seconds * 1e6))
-        limit = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def hang_up(self) -> None:
         """Interrupts the thread that waits in ``receive(0)`` by ending the connection. From any thread."""
