@@ -82,6 +82,16 @@ def test_a_worker_and_its_store_behind_a_nat(networks: Networks) -> None:
     assert second == ["worker w1 listens at 10.213.21.2 (faces 10.213.21.1)"]
 
 
+def test_a_host_whose_loopback_interface_is_down(networks: Networks) -> None:
+    """As in a sandbox that sets up no more than it needs. It cannot connect to an address of its own."""
+    hosts = two_hosts(networks)
+    networks.run(hosts[0], "ip", "link", "set", "lo", "down")
+    common = {"MASTER_ADDR": "10.213.8.1", "MASTER_PORT": str(free_port()), "ZMQGRAD_SECRET": SECRET}
+    first, second = run_processes(call_each_other, 2, (hosts, [common, common]), timeout=60)
+    assert first == ["worker w0 listens at 10.213.8.1 (faces 10.213.8.1)"]
+    assert second == ["worker w1 listens at 10.213.8.2 (faces 10.213.8.1)"]
+
+
 def addresses_of(rank: int, host: str) -> Any:
     enter_namespace(host)
     return interface_addresses(), choose_address("10.213.8.2", 1, secured=True)

@@ -108,7 +108,8 @@ class TCPStore(Store):
             self._fast_path = fast_path
             # Not every NAT leads a host back to itself.
             reached = "127.0.0.1" if is_master and host_name == environment.advertise_address() else host_name
-            self._connection = Connection(reached, self._port, self._timeout, secret, fast_path)
+            local = None if self._server is None else self._server.local
+            self._connection = Connection(reached, self._port, self._timeout, secret, fast_path, local)
             self._closing.connection = self._connection
             self._request, self._registry = self._connection.request, self._connection.watches
             self._connection.ping()

@@ -25,6 +25,7 @@ from zmqgrad.store.watch import RENEW_SECONDS, WatchRegistry, as_registration, u
 from zmqgrad.store.watch_cache import ChangeNotification, Registration
 from zmqgrad.store.watch_targets import Prefix, Target, topic_of
 from zmqgrad.transport.query.client import QueryClient
+from zmqgrad.transport.query.dealer import LocalAddress
 from zmqgrad.transport.query.publisher import NONCE
 from zmqgrad.transport.query.subscriber import Subscriber
 from zmqgrad.transport.security import keys_for_store
@@ -65,7 +66,8 @@ _KINDS = {Refusal.MISSING: QueueEmptyError, Refusal.UNSUBSCRIBED: NotSubscribedE
 class Connection:
     """Connection to the server at ``host:port``; ``timeout`` (seconds) applies where none is given.
 
-    ``secret`` and ``fast_path``: None for the value of the environment.
+    ``secret`` and ``fast_path``: None for the value of the environment; ``local``: where a server of this
+    process is reached.
 
     Safe to use from any thread. You must close it.
     """
@@ -77,6 +79,7 @@ class Connection:
         timeout: float,
         secret: str | bytes | None = None,
         fast_path: bool | None = None,
+        local: LocalAddress | None = None,
     ) -> None:
         self.timeout = timeout
         self._host = host
@@ -89,6 +92,8 @@ class Connection:
             keys=self._keys,
             fast_path=environment.local_fast_path.resolve(fast_path),
         )
+        if local is not None:  # without a route of this host to itself, nor a query to find out
+            self._client.server.local = local
         self._watcher = secrets.randbits(63)
         self._subscriber: Subscriber | None = None
         self._closed = False

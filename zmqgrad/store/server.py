@@ -20,6 +20,7 @@ from zmqgrad.store.journal import Journal
 from zmqgrad.store.leases import MAX_WAITING
 from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.service import StoreService
+from zmqgrad.transport.query.dealer import LocalAddress
 from zmqgrad.transport.query.publisher import Publisher
 from zmqgrad.transport.query.server import MAX_CLIENTS, QueryServer
 from zmqgrad.transport.security import keys_for_store
@@ -119,6 +120,11 @@ class StoreServer:
     def port(self) -> int:
         """The tcp port of the server."""
         return self._server.port
+
+    @property
+    def local(self) -> LocalAddress | None:
+        """Where clients on this host connect; None: as others do."""
+        return self._server.local
 
     def _make_publisher(self, on_nonce: Callable[[str], None]) -> Publisher:
         host = self.endpoint.rpartition(":")[0]

@@ -28,6 +28,7 @@ from zmqgrad.transport.local.connection import LARGE, MAX_PACKET_BYTES, LocalCon
 from zmqgrad.transport.local.listener import LocalListener
 from zmqgrad.transport.query import spin_budget
 from zmqgrad.transport.query.admission import Admission
+from zmqgrad.transport.query.dealer import LocalAddress
 from zmqgrad.transport.query.sockets import set_up_query_socket
 from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.security import Keys, ZapAuthenticator, local_key, secure_server, store_endpoint
@@ -153,6 +154,8 @@ class QueryServer:
         except BaseException:
             self.reader.close()
             raise
+        self.local = None if self._local is None else LocalAddress(self.incarnation, self._local.endpoint)
+        """Where clients on this host connect."""
         self._backlogged = set() if self._local is None else self._local.backlogged
         self._receive_by_router = self._router.recv_multipart
         self.reader.read_router(self._router, self._from_router)
@@ -355,7 +358,7 @@ class QueryServer:
         if frame is not None and not self._admission.admit_tcp(client_id, fd):
             self._refuse_surplus(route, request_id)
             return
-        endpoint = "" if self._local is None else self._local.endpoint
+        endpoint = "" if self.local is None else self.local.endpoint
         self.reply(route, request_id, StorePong(query.nonce, endpoint))
 
     def _is_refused(self, frame: zmq.Frame) -> bool:
