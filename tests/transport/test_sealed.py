@@ -354,6 +354,21 @@ def test_a_forged_record_is_refused_and_disturbs_nothing(
     assert "refused a sealed record" in caplog.text
 
 
+def test_records_of_a_peer_that_was_lost_are_dropped_in_silence(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not know yet that it is. Each was a warning of an unknown channel, as if somebody intruded."""
+    pair.send(1, some(1))
+    pair.take()
+    pair.mailboxes[1].end(0, "lost")
+    assert pair.ends[1].get(timeout=WAIT).reason == "lost"
+    eventually(lambda: pair.sealed(1)["channels"], lambda n: n == 0)
+    with pair.intruder([*pair.records, [b"GET / HTTP/1.1", bytes(3)]], pair.tokens[0]):
+        eventually(lambda: pair.sealed(1)["refused"], lambda n: n > 0)
+    assert pair.sealed(1)["refused"] == 1
+    assert "unknown channel" not in caplog.text
+
+
 def test_after_too_many_forgeries_a_key_is_dropped(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -96,8 +96,9 @@ class ChannelReceiver:
         self._reply = reply
         self._sessions = sessions
         self._end_link = end
-        self._lock = threading.Lock()  # guards _channels and _port
+        self._lock = threading.Lock()  # guards _channels, _ended and _port
         self._channels: dict[int, _Channel] = {}
+        self._ended: set[int] = set()  # numbers of channels whose links have ended
         self._port = 0
         self._token = b"" if zap is None else secrets.token_hex(16).encode()
         self._reader: Reader | None = None
@@ -193,6 +194,8 @@ class ChannelReceiver:
             head = read_head(record)
             channel = self._channels.get(head.channel)
             if channel is None:
+                if head.channel in self._ended:
+                    return  # its sender did not know yet that its link has ended
                 raise ProtocolError(f"unknown channel {head.channel:#x}")
             self._open(channel, head, record)
             if channel.heard != identity:
@@ -288,10 +291,11 @@ class ChannelReceiver:
     # ---- closing ---------------------------------------------------------------------------------------
 
     def forget(self, peer: int) -> None:
-        """Drops the channels of ``peer``; their records are refused from now on."""
+        """Drops the channels of ``peer``, and the records that it still sends."""
         with self._lock:
             for number in [n for n, channel in self._channels.items() if channel.peer == peer]:
                 del self._channels[number]
+                self._ended.add(number)
 
     def join(self, deadline: Deadline) -> list[str]:
         """Ends reading, when no more channels can open. Returns a name if it goes on after ``deadline``."""
