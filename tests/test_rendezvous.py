@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,13 @@ from tests.support.processes import run_processes
 from tests.support.waiting import eventually
 from tools.ports import free_port
 from zmqgrad import rendezvous as module
-from zmqgrad.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError, StoreError
+from zmqgrad.errors import (
+    ConfigurationError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreError,
+    StoreTimeoutError,
+)
 from zmqgrad.rendezvous import (
     Group,
     has_world_size,
@@ -244,6 +251,31 @@ def test_a_worker_that_reads_an_old_address_reads_it_again(
     assert first.get("k") == b"1"
     second.close()
     first.close()
+
+
+def test_a_store_that_is_far_away_gets_more_time(
+    monkeypatch: pytest.MonkeyPatch, torch_store: TorchStoreDouble
+) -> None:
+    """A first reply takes five round trips. If these took longer than that, the worker never joined."""
+    monkeypatch.setattr(sidecar, "STALE_ADDRESS_SECONDS", 0.1)
+    monkeypatch.setattr(sidecar, "TCPStore", FarStore)
+    url, group = "tcp://127.0.0.1:1", Group("test")
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(rendezvous_beside, url, 1, 2, PATIENCE, group=group)
+        first, _, _ = rendezvous_beside(url, 0, 2, PATIENCE, group=group)
+        second, _, _ = late.result(PATIENCE)
+    assert isinstance(second, FarStore)
+    second.close()
+    first.close()
+
+
+class FarStore(TCPStore):
+    """No reply arrives within half a second."""
+
+    def __init__(self, host: str, port: int, *args: Any, timeout: float, **options: Any) -> None:
+        if timeout < 0.5:
+            raise StoreTimeoutError("no store answered")
+        super().__init__(host, port, *args, timeout=timeout, **options)
 
 
 def test_rendezvous_yields_once() -> None:

@@ -31,6 +31,9 @@ MAX_TIMEOUT_SECONDS = 1e8
 STALE_ADDRESS_SECONDS = 3.0
 """How long a worker tries an address before it reads it again, in case rank 0 was restarted."""
 
+MAX_PATIENCE_SECONDS = 15.0
+"""The same for one that it has read again and again: its host may be far away, or the network congested."""
+
 RIVAL_GRACE_SECONDS = 1.0
 """How long a group may take to end after the first of its workers has left for the next one."""
 
@@ -192,10 +195,11 @@ def _connect(address: _Address) -> TCPStore:
             f"a store of zmqgrad, or another ZeroMQ socket, listens at {address.host}:{address.port}, where "
             f"rank 0 of this group should listen; choose another port, or end that program"
         )
+    patience = Backoff(STALE_ADDRESS_SECONDS, MAX_PATIENCE_SECONDS)
     while True:
         port = _published_port(published, address)
         try:
-            store = address.connect(port, min(STALE_ADDRESS_SECONDS, address.deadline.left()))
+            store = address.connect(port, patience.pause(address.deadline.left()))
         except StoreTimeoutError:
             if address.deadline.passed():
                 raise
