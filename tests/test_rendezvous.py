@@ -221,6 +221,17 @@ def test_beside_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch, torch_sto
     assert len(torch_store.opened) == opened, "the agent is not at this address"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_link_local_address_is_refused_at_each_worker(
+    monkeypatch: pytest.MonkeyPatch, torch_store: TorchStoreDouble, rank: int
+) -> None:
+    """Rank 0 could not listen there, and the others waited for it."""
+    monkeypatch.setenv("ZMQGRAD_SECRET", "the secret of this job, of 33 bytes")
+    with pytest.raises(ConfigurationError, match=r"fe80::1%eth0 is link-local.*another address"):
+        rendezvous_beside("tcp://[fe80::1%eth0]:1", rank, 2, PATIENCE, group=Group("test"))
+    assert torch_store.opened == []
+
+
 def test_torchs_store_requires_torch(monkeypatch: pytest.MonkeyPatch, torch_store: TorchStoreDouble) -> None:
     set_up(monkeypatch, **COMPLETE, **TORCHRUN)
     sidecar.set_torch_store_opener(None)

@@ -111,7 +111,8 @@ def open_sidecar(
         rival: a group that rank 0 may have opened instead of ``group``.
 
     Raises:
-        ConfigurationError: if no opener was set; if the store would be reachable without a secret.
+        ConfigurationError: if no opener was set; if the store would be reachable without a secret; if the
+            address is link-local, at each worker.
         StoreTimeoutError: if rank 0 does not publish its address in time.
         StoreError, TransportError: if a foreign server listens there, or rank 0 cannot listen.
         Exception: what ``rival.check`` raised.
@@ -120,6 +121,11 @@ def open_sidecar(
         raise ConfigurationError(
             f"{host}:{port} is served by torch's store, and reaching it requires torch: import "
             f"zmqgrad.interop (or zmqgrad.rpc) first"
+        )
+    if attempt is None and host.strip("[]").lower().startswith("fe80:"):
+        raise ConfigurationError(
+            f"{host} is link-local: it counts at one interface of each host, and rank 0 cannot listen there "
+            f"for others; set MASTER_ADDR (or the URL) to another address of its host, or to its name"
         )
     prefix = f"zmqgrad/attempt_{attempt or 0}/"
     deadline = Deadline.after(seconds_of(timeout))
