@@ -36,6 +36,9 @@ class Nodes:
         self.store: list[CoordinatorEvent] = []
         self.seen = [0] * count
         self.dead: set[int] = set()
+        self.ending: dict[int, tuple[str, ...]] = {}
+        """The errors of the nodes whose other workers have not ended yet."""
+        self.told: set[int] = set()
         self.ends: dict[int, list[Effect]] = {n: [] for n in range(count)}
         """How each node has left the round."""
         for n, lifecycle in enumerate(self.lifecycles):
@@ -56,7 +59,7 @@ class Nodes:
                     self.store += [Exited(0, rank, succeeded) for rank in ranks]
                 case ReportFailure(failure):
                     self._write_first(RemoteFailure(0, failure))
-                case StopWorkers():
+                case StopWorkers() if n not in self.ending:
                     self.handle(n, GroupEnded(Outcome(0, ended=(n,), stopped=True)))
                 case Join() | Leave():
                     self.ends[n].append(effect)
@@ -68,9 +71,20 @@ class Nodes:
         self.store.append(event)
 
     def fail(self, n: int, error: tuple[str, ...]) -> None:
-        """The worker of node ``n`` fails, if it runs."""
+        """The worker of node ``n`` fails, if it runs. Others, which are not modelled, are ended then."""
         if self.lifecycles[n].phase is Phase.RUNNING:
+            self.ending.setdefault(n, error)
+
+    def end(self, n: int) -> None:
+        """The last worker of a node on which one has failed ends."""
+        if (error := self.ending.pop(n, None)) is not None:
             self.handle(n, GroupEnded(Outcome(1, WorkerExited(n, 1)), error))
+
+    def lose(self, n: int) -> None:
+        """Let a node find out that others are dead, if any are. It is told once in a round."""
+        if self.dead and n not in self.told:
+            self.told.add(n)
+            self.handle(n, MembershipChanged(0, "a node was lost", "node"))
 
     def deliver(self, n: int) -> bool:
         """Let a node see the next change of the store. Returns whether there was one."""
@@ -84,23 +98,30 @@ class Nodes:
 
     def settle(self) -> None:
         """Let all nodes see everything, and those that are dead be found lost."""
+        for n in range(len(self.lifecycles)):
+            self.end(n)
         while any([self.deliver(n) for n in range(len(self.lifecycles))]):
             pass
         for n in range(len(self.lifecycles)):
-            if self.dead:
-                self.handle(n, MembershipChanged(0, "a node was lost", "node"))
+            self.lose(n)
 
 
-steps = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["fail", "deliver"]), st.sampled_from(ERRORS)))
+STEPS = ["fail", "end", "deliver", "lose"]
+steps = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(STEPS), st.sampled_from(ERRORS)))
 
 
 def run(nodes: Nodes, plan: list[tuple[int, str, tuple[str, ...]]]) -> None:
     for number, what, error in plan:
         n = number % len(nodes.lifecycles)
-        if what == "fail":
-            nodes.fail(n, error)
-        else:
-            nodes.deliver(n)
+        match what:
+            case "fail":
+                nodes.fail(n, error)
+            case "end":
+                nodes.end(n)
+            case "deliver":
+                nodes.deliver(n)
+            case "lose":
+                nodes.lose(n)
 
 
 @given(count=st.integers(2, 4), victim=st.integers(0, 3), plan=steps)

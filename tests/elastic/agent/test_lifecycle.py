@@ -255,6 +255,16 @@ def test_rule_6_while_it_joins_and_again_while_it_leaves() -> None:
     assert lifecycle.handle(SignalReceived(signal.SIGTERM)) == [Result(143, interrupted_by=signal.SIGTERM)]
 
 
+def test_rule_6_a_signal_while_the_workers_end_after_a_failure() -> None:
+    lifecycle = running()
+    assert lifecycle.handle(SignalReceived(signal.SIGTERM)) == []
+    assert lifecycle.handle(FAILED) == [Leave(close=False)]
+    failure = Failure(2, 1, 1, True, ("the reason",), "10.0.0.1")
+    fault = "worker 2 of node 1 at 10.0.0.1 (exit code 1)"
+    result = Result(1, FAILED.outcome, failure, at_fault=fault, tried="0 of 3 restarts")
+    assert lifecycle.handle(Left()) == [result]
+
+
 def test_rule_7_a_failure_that_follows_a_lost_node_costs_no_restart() -> None:
     """Whatever error it has: gloo's, for example."""
     lifecycle = running(max_restarts=0)
@@ -264,6 +274,14 @@ def test_rule_7_a_failure_that_follows_a_lost_node_costs_no_restart() -> None:
     assert actions(lifecycle.handle(MembershipChanged(0, "node 0 was lost", "node 0"))) == [Join(0)]
     assert lifecycle.handle(HoldEnded()) == []
     assert lifecycle.handle(Confirmed(0, 0)) == []
+
+
+@pytest.mark.parametrize("change", [MembershipChanged(0, "node 0 was lost", "node 0"), LeaseLost()])
+def test_rule_7_a_failure_does_not_count_if_the_round_ends_before_its_group_has(change: Event) -> None:
+    """The other workers take a moment to end. By then nobody is left who could be asked."""
+    lifecycle = running(max_restarts=0)
+    assert isinstance(actions(lifecycle.handle(change))[-1], StopWorkers)
+    assert lifecycle.handle(FAILED) == [Join(0)]
 
 
 def test_rule_7_the_node_that_asks_first_decides() -> None:
@@ -413,13 +431,14 @@ def test_whatever_happens(data: st.DataObject, max_restarts: int) -> None:
     lifecycle = Lifecycle(max_restarts, is_distributed=True)
     pending = lifecycle.begin()
     rounds = 0
-    are_running = is_joining = stopping = False
+    are_running = is_joining = stopping = has_signal = False
     results: list[Result] = []
     for _ in range(30):
         for effect in pending:
             match effect:
                 case Join(restarts):
                     assert not are_running
+                    assert not has_signal
                     assert 0 <= restarts <= max_restarts
                     is_joining = True
                     known = restarts
@@ -442,8 +461,11 @@ def test_whatever_happens(data: st.DataObject, max_restarts: int) -> None:
             choices.append(st.just(STOPPED if stopping else SUCCESS))
             choices.append(st.sampled_from([FAILED, LOST_PEER, LOST_STORE]))
         event = data.draw(st.one_of(choices))
+        has_signal |= isinstance(event, SignalReceived)
         if are_running and isinstance(event, SignalReceived):
-            event = GroupEnded(Outcome(130, interrupted_by=signal.SIGINT))
+            assert lifecycle.handle(event) == []
+            interrupted = GroupEnded(Outcome(130, interrupted_by=signal.SIGINT))
+            event = data.draw(st.sampled_from([interrupted, FAILED, LOST_PEER]))
         if isinstance(event, Joined):
             rounds, is_joining = rounds + 1, False
         if isinstance(event, GroupEnded):

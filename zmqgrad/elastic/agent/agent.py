@@ -157,6 +157,8 @@ class _Agent:
     def _on_group_ended(self, outcome: Outcome) -> Result | None:
         group, self._group = self._group, None
         assert group is not None
+        if outcome.first_failure is not None:
+            self._check_lease()  # before the guard ends: workers that it has killed since did not fail
         self._end_guard()
         assert self._place is not None
         if not self._lease_lost:

@@ -5,7 +5,7 @@ The rules:
 1. When the round is complete, the agent starts its workers.
 2. A worker that fails on any node ends the round. While restarts are left, all agents join the next round;
    otherwise the job fails. Failures of several nodes in one round cost one restart.
-3. Nodes that join or are lost end the round, too. That costs no restart.
+3. Nodes that join or are lost end the round, too. That costs no restart, nor does what fails from then on.
 4. An agent without a lease kills its workers at once: the others may have begun a round without it.
 5. When the workers of this node have succeeded, the agent waits for those of the other nodes. If these fail,
    or it loses its lease, it runs its workers again.
@@ -310,20 +310,19 @@ class Lifecycle:
 
     def _on_group_ended(self, event: GroupEnded) -> list[Effect]:
         outcome = self._outcome = event.outcome
-        self._has_signal = outcome.interrupted_by is not None
         if outcome.interrupted_by is not None:
             result = Result(outcome.exit_code, outcome, interrupted_by=outcome.interrupted_by)
             return self._leave(result, close=False)
+        if self._has_signal:  # since a worker has failed, which is what is told
+            return self._leave(Result(outcome.exit_code, outcome, self._fail(event, final=True)), close=False)
         if self._failure is not None:
             return self._after_failure()
+        if self.phase is Phase.STOPPING:  # the round is over: what failed meanwhile does not count
+            return self._join()
         if outcome.first_failure is not None:
             return self._hold(event)
-        if self.phase is Phase.STOPPING and outcome.stopped:
-            return self._join()
         if not self._is_distributed:
             return self._leave(Result(0, outcome), close=True)
-        if self.phase is Phase.STOPPING:
-            return self._join()
         self.phase = Phase.SUCCEEDED
         return self._check_exits()
 
@@ -348,16 +347,19 @@ class Lifecycle:
         return self._on_local_failure(self._held)
 
     def _on_local_failure(self, event: GroupEnded) -> list[Effect]:
-        failed = event.outcome.first_failure
+        failure = self._fail(event, self._restarts >= self._max_restarts)
+        said: list[Effect] = [] if failure.final else [Say(self._describe_restart(failure))]
+        report: list[Effect] = [ReportFailure(failure)] if self._is_distributed else []
+        return [*said, *report, *self._after_failure()]
+
+    def _fail(self, event: GroupEnded, final: bool) -> Failure:
+        """Note that a failure on this node counts."""
+        failed, place = event.outcome.first_failure, self._place
         assert failed is not None
-        assert self._place is not None
-        final = self._restarts >= self._max_restarts
-        place = self._place
+        assert place is not None
         self._failure = Failure(failed.rank, place.node_rank, failed.code, final, event.lines, place.address)
         self._at_fault = self._at_fault or _describe(self._failure)
-        said: list[Effect] = [] if final else [Say(self._describe_restart(self._failure))]
-        report: list[Effect] = [ReportFailure(self._failure)] if self._is_distributed else []
-        return [*said, *report, *self._after_failure()]
+        return self._failure
 
     def _after_failure(self) -> list[Effect]:
         """Join the next round after a failure, or end the job."""
