@@ -143,8 +143,8 @@ class RendezvousHandler:
 
     @property
     def is_host(self) -> bool:
-        """Whether this process serves the state to the other nodes."""
-        return self._backend.is_host
+        """Whether this process serves the state, or the store of the round, to the other nodes."""
+        return self._backend.is_host or self._stores.serves_now
 
     def next_rendezvous(self) -> Rendezvous:
         """Leave the current round, and wait until this node takes part in a complete one.
@@ -429,7 +429,7 @@ class RendezvousHandler:
         try:
             with self._lock:
                 self._executor.run(exit_round, deadline)
-                if self._backend.is_host or self._stores.serves_now:
+                if self.is_host:
                     self._executor.run(await_departure(number), deadline + self._settings.expiry_seconds)
         except RendezvousError as e:
             logger.info("%s: %s could not leave in order: %s", self.get_run_id(), self.node, e)

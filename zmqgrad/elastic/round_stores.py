@@ -107,6 +107,7 @@ class ServedByRankZero(RoundStores):
                 f"the store of round {number}, which rank 0 serves at {address}, cannot be used: {e}"
             ) from e
         store.set_timeout(self._timeout)
+        store.expect_no_restart()  # rank 0 serves it as long as it takes part in the round
         return store
 
     def _close(self, store: TCPStore | None) -> None:

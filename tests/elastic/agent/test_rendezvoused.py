@@ -9,8 +9,11 @@ import pytest
 from tests.support.waiting import eventually
 from zmqgrad.elastic.agent.events import (
     CoordinatorEvent,
+    Exited,
     Join,
     Joined,
+    Leave,
+    Left,
     MembershipChanged,
     Notice,
     RendezvousFailed,
@@ -20,9 +23,9 @@ from zmqgrad.elastic.agent.ranks import NodeInfo
 from zmqgrad.elastic.agent.rendezvoused import RendezvousCoordinator
 from zmqgrad.elastic.backends.store import StoreBackend
 from zmqgrad.elastic.handler import RendezvousHandler
-from zmqgrad.elastic.round_stores import RoundStores
+from zmqgrad.elastic.round_stores import RoundStores, ServedByRankZero
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
-from zmqgrad.errors import RendezvousConnectionError, StoreTimeoutError
+from zmqgrad.errors import RendezvousConnectionError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import HashStore, Store, TCPStore
 from zmqgrad.store.base import PrefixCallback
@@ -31,12 +34,14 @@ WAIT = 20.0
 
 
 @pytest.mark.slow  # a store counts as lost after 5 s, and it is used twice
-def test_a_store_that_a_round_finds_lost_before_the_heartbeat_does_is_named() -> None:
-    """Whoever of the two is the first, the user reads the same."""
+def test_a_report_that_finds_the_store_lost_is_no_reply_to_the_request_to_join() -> None:
+    """It ends its round. Whoever finds the store lost when it joins, the user reads the same."""
     master = TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT)
     client, state = master.clone(), HashStore(WAIT)
     handler = RendezvousHandler(
-        RendezvousSettings("job", 1, 1, keep_alive_interval=0.1), StoreBackend(state, "job"), client
+        RendezvousSettings("job", 1, 1, RendezvousTimeout(join=1.0), keep_alive_interval=0.1),
+        StoreBackend(state, "job"),
+        client,
     )
     coordinator = RendezvousCoordinator(
         lambda: handler, lambda restarts, node: NodeInfo(node, "default", 1, restarts, "127.0.0.1", 1)
@@ -48,10 +53,13 @@ def test_a_store_that_a_round_finds_lost_before_the_heartbeat_does_is_named() ->
         return any(isinstance(event, kind) for event in seen)
 
     coordinator.carry_out(Join(0))
-    eventually(lambda: found(Joined))
+    coordinator.carry_out(ReportExits([1], True))
+    eventually(lambda: found(Exited))
     master.close()
     coordinator.carry_out(ReportExits([0], True))
+    coordinator.carry_out(Join(0))
     eventually(lambda: found(RendezvousFailed))
+    assert seen[2:-1] == [MembershipChanged(0, "the store of the round does not reply: restart")]
     [error] = [event.error for event in seen if isinstance(event, RendezvousFailed)]
     assert isinstance(error, RendezvousConnectionError)
     assert str(error).startswith("the store of the rendezvous cannot be used: ")
@@ -140,3 +148,54 @@ def test_a_round_that_loses_its_store_as_it_begins_is_followed_by_another() -> N
     assert seen[1] == MembershipChanged(
         0, "the store of the round does not reply: restart", "node 0 at 127.0.0.1, which serves the store"
     )
+
+
+def test_the_agent_that_serves_the_store_of_the_round_leaves_last() -> None:
+    """The others read there how the job has ended."""
+    state = HashStore(WAIT)
+    settings = RendezvousSettings("job", 2, 2)
+    handlers = [
+        RendezvousHandler(settings, StoreBackend(state, "job"), ServedByRankZero("127.0.0.1", WAIT))
+        for _ in range(2)
+    ]
+
+    def open_coordinator(handler: RendezvousHandler) -> RendezvousCoordinator:
+        return RendezvousCoordinator(
+            lambda: handler, lambda restarts, node: NodeInfo(node, "default", 1, restarts, "127.0.0.1", 1)
+        )
+
+    coordinators = [open_coordinator(handler) for handler in handlers]
+    for coordinator in coordinators:
+        coordinator.carry_out(Join(0))
+    places: dict[int, RendezvousCoordinator] = {}
+    for coordinator in coordinators:
+        [joined] = eventually(coordinator.events.take)
+        assert isinstance(joined, Joined)
+        places[joined.place.node_rank] = coordinator
+    places[0].carry_out(Leave(close=True))
+    store = places[1].round_store
+    assert store is not None
+    store.wait(["agent/left/0"], WAIT)
+    began = MONOTONIC.now()
+    eventually(lambda: MONOTONIC.now() - began > 0.3)
+    assert places[0].events.take() == []
+    places[1].carry_out(Leave(close=True))
+    for coordinator in coordinators:
+        assert eventually(coordinator.events.take) == [Left()]
+        coordinator.close()
+    state.close()
+
+
+def test_a_store_of_a_round_that_has_ended_is_lost_at_once() -> None:
+    """Not after the time in which a server could be started again: all nodes would wait for that one."""
+    rank_0, other = (ServedByRankZero("127.0.0.1", WAIT) for _ in range(2))
+    address = rank_0.serve()
+    rank_0.open("job", 0, address, WAIT).set("key", "value")
+    store = other.open("job", 0, address, WAIT)
+    assert store.get("key") == b"value"
+    rank_0.close()
+    began = MONOTONIC.now()
+    with pytest.raises(StoreError):
+        store.get("key")
+    assert MONOTONIC.now() - began < WAIT / 2
+    other.close()

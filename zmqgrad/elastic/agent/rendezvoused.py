@@ -147,7 +147,7 @@ class RendezvousCoordinator(Coordinator):
             try:
                 command()
             except Exception as error:
-                if isinstance(error, StoreError) and not self._serves_rounds:
+                if isinstance(error, StoreError) and self._opened and not self._opened.serves_rounds:
                     error = store_is_lost(error)  # the rounds share the store of the rendezvous
                 # Then there is nothing to leave, or nobody who could be told.
                 self._is_lost |= isinstance(error, RendezvousConnectionError | RendezvousClosedError)
@@ -218,14 +218,8 @@ class RendezvousCoordinator(Coordinator):
             return
         try:
             self._round.store.compare_set(key, "", value)
-        except StoreError as error:
-            if not self._serves_rounds:
-                raise
+        except StoreError as error:  # as in _Round.start: no request to join has failed
             self._round.on_lost_store(error)
-
-    @property
-    def _serves_rounds(self) -> bool:
-        return self._opened is not None and self._opened.serves_rounds
 
     def _leave(self, close: bool) -> None:
         try:
