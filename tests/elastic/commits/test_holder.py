@@ -62,6 +62,18 @@ def test_the_newest_commit_is_restored_in_the_next_round(holder: Holder) -> None
     assert read(holder) == b"two"
 
 
+def test_a_commit_that_is_spread_when_its_round_has_ended_is_none_of_the_next(holder: Holder) -> None:
+    """Its worker dies as soon as it has made it, and the thread that serves it is late."""
+    holder.begin_round(0, [0], Alone(holder))
+    holder.restore(0, (), NOW)
+    holder.begin(0, 1, 3, NOW).map[:3] = b"one"
+    holder.commit(0, 1, 0, [(REPLICATED, 0, 3)])
+    holder.begin_round(1, [0], Alone(holder))
+    holder.spread(0, 1, 0)
+    assert holder.restore(0, (), NOW).number == 1
+    assert read(holder) == b"one"
+
+
 def test_a_worker_that_dies_while_it_writes_has_not_committed(holder: Holder) -> None:
     holder.begin_round(0, [0], Alone(holder))
     holder.restore(0, (), NOW)

@@ -142,6 +142,7 @@ class _Round:
     error: CommitError | None = None  # of the last one
     lost: str = ""  # why the newest whole commit cannot be restored
     nodes: dict[PartId, int] = field(default_factory=dict)  # where the parts of the choice are
+    written: set[tuple[int, int]] = field(default_factory=set)  # rank and number of commits to be spread
     made: set[int] = field(default_factory=set)  # ranks that have made the commit after ``reported``
     reported: int = 0  # number of the newest commit that all ranks of this node have made
     ended: bool = False
@@ -367,11 +368,15 @@ class Holder:
             for owner, offset, size in parts:
                 part = PartId(round.commit(number), owner, shards)
                 self._parts[part] = Place(segment, offset, size)
+            round.written.add((rank, number))
 
     def spread(self, rank: int, number: int, shards: int) -> None:
         """Copy the sharded part of ``rank`` to another host, and report the commit once all ranks have."""
         with self._lock:
             round = self._current()
+            if (rank, number) not in round.written:
+                return  # the round in which it was made has ended
+            round.written.remove((rank, number))
             commit = round.commit(number)
         if shards:
             with self.reading(PartId(commit, rank, shards)) as data:
