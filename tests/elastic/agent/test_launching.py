@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from tests.elastic.agent.nodes import exits
 from tests.support.interpreter import run_python
+from tests.support.waiting import eventually
 from zmqgrad.elastic import LaunchConfig, launch
 from zmqgrad.elastic.agent.error_files import read_error, write_error
+from zmqgrad.elastic.agent.functions import FunctionWorker
+from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.errors import ConfigurationError, WorkerFailedError
 
 METHODS = pytest.mark.parametrize(
@@ -72,6 +77,21 @@ def test_a_restart(method: str, capfd: pytest.CaptureFixture[str]) -> None:
     config = LaunchConfig(nproc_per_node=2, start_method=method, max_restarts=1)
     assert launch(fail_once, config)("well") == {0: "well", 1: "well"}
     assert "failed (killed by SIGKILL), restart 1 of 1\n" in capfd.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_signal_to_a_forked_worker_that_begins_is_none_to_its_agent(tmp_path: Path) -> None:
+    """It has the handlers of the agent at first, which write to a socket of that."""
+    with SignalInbox() as inbox:
+        for _ in range(5):
+            call = time.sleep, (60.0,)
+            worker = FunctionWorker(0, get_context("fork"), call, os.environ, tmp_path / "result")
+            try:
+                worker.signal(signal.SIGTERM)
+                assert eventually(worker.poll, lambda code: code is not None) == -signal.SIGTERM
+            finally:
+                worker.close()
+            assert inbox.take() == []
 
 
 @pytest.mark.processes

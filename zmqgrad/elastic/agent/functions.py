@@ -10,7 +10,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import context, parent_process, process, reduction
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from zmqgrad import environment
 from zmqgrad.elastic.agent.death_signal import die_with_parent
 from zmqgrad.elastic.agent.error_files import write_error
+from zmqgrad.elastic.agent.signals import STOPPING
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, Stream, passed_on
 from zmqgrad.elastic.agent.variables import ERROR_FILE
 from zmqgrad.elastic.agent.workers import Worker
@@ -60,13 +61,19 @@ class FunctionWorker(Worker):
     ) -> None:
         super().__init__(rank, streams)
         ends = [_Descriptor(stream.child_end()) for stream in streams]
-        arguments = (call, dict(environ), result_file, ends)
-        self._process: process.BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=_run, args=arguments, name=f"zmqgrad-worker-{rank}"
-        )
-        # A spawned process imports modules before it calls _run.
-        with passed_on(streams), environment.replaced(environ):
-            self._process.start()
+        # A forked process has the handlers of the agent first, which would wake that as if it were meant.
+        blocked = STOPPING if context.get_start_method() == "fork" else ()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            arguments = (call, dict(environ), result_file, ends, mask)
+            self._process: process.BaseProcess = context.Process(  # type: ignore[attr-defined]
+                target=_run, args=arguments, name=f"zmqgrad-worker-{rank}"
+            )
+            # A spawned process imports modules before it calls _run.
+            with passed_on(streams), environment.replaced(environ):
+                self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.sentinel = self._process.sentinel
 
     @property
@@ -113,9 +120,16 @@ def _descriptor_from(duplicate: Any) -> _Descriptor:
     return _Descriptor(duplicate.detach())
 
 
-def _run(call: Call, environ: Mapping[str, str], result_file: Path, ends: Sequence[_Descriptor]) -> None:
-    """The main function of a worker."""
+def _run(
+    call: Call,
+    environ: Mapping[str, str],
+    result_file: Path,
+    ends: Sequence[_Descriptor],
+    mask: Collection[int],
+) -> None:
+    """The main function of a worker. ``mask``: the signals that the agent has blocked."""
     _become_worker(environ, ends)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what came before is delivered now
     function, arguments = call
     try:
         result = pickle.dumps(function(*arguments))
@@ -146,7 +160,7 @@ def _reset_signals() -> None:
     """Handle signals as a new process does: a forked one has the handlers of the agent."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+    for signum in {*STOPPING, signal.SIGCHLD} - {signal.SIGINT}:
         signal.signal(signum, signal.SIG_DFL)
 
 

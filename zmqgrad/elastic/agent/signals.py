@@ -8,7 +8,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end an agent."""
 
 
 class SignalInbox:
@@ -30,7 +31,7 @@ class SignalInbox:
 
     def _install(self) -> None:
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno())
-        for signum in (*_STOPPING, signal.SIGCHLD):
+        for signum in (*STOPPING, signal.SIGCHLD):
             # A signal that was ignored when this process started, as under nohup, stays ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, _only_wake)
@@ -52,7 +53,7 @@ class SignalInbox:
     def take(self) -> list[int]:
         """Return the stopping signals received since the last call."""
         try:
-            return [signum for signum in self._reader.recv(4096) if signum in _STOPPING]
+            return [signum for signum in self._reader.recv(4096) if signum in STOPPING]
         except BlockingIOError:
             return []
 
