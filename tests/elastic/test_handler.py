@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.elastic.simulation import DriftingClock, SimulatedBackend
+from tests.elastic.simulation import DriftingClock, Fault, SimulatedBackend
 from tests.support.waiting import eventually
 from tools.ports import free_port
 from zmqgrad.elastic import (
@@ -32,6 +32,7 @@ from zmqgrad.elastic.events import NodeState, RdzvEvent
 from zmqgrad.elastic.executor import OperatorExecutor
 from zmqgrad.elastic.handler import LEASE_MARGIN
 from zmqgrad.elastic.operators import join
+from zmqgrad.elastic.round_stores import RoundStores
 from zmqgrad.elastic.state import decode
 from zmqgrad.elastic.state_holder import StateHolder, Token
 from zmqgrad.errors import (
@@ -506,6 +507,39 @@ def test_a_node_that_is_cut_off_gives_up_after_join_timeout() -> None:
         handler.next_rendezvous()
     assert 600.0 <= clock.now() - began <= 616.0
     handler.stop()
+
+
+class LosingBackend(SimulatedBackend):
+    """Loses single requests, or replies."""
+
+    def wait_for_change(self, token: Token, seconds: float) -> bool:
+        return True
+
+
+class _ServedHere(RoundStores):
+    are_served = True
+
+    def serve(self) -> str:
+        return "127.0.0.1:1"
+
+    def open(self, run_id: str, number: int, address: str, timeout: float) -> HashStore:
+        assert address == "127.0.0.1:1", "the others would wait for it in vain"
+        return HashStore(WAIT)
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_no_request_that_is_lost_while_a_round_begins_ends_the_job(fault: Fault) -> None:
+    """Rank 0 also publishes where it serves the store of the round."""
+    number, last = 1, math.inf  # a backend that has never replied is an error
+    while number < last:
+        backend = LosingBackend()
+        handler = RendezvousHandler(RendezvousSettings("job", 1, 1), backend, _ServedHere())
+        handler.notify = lambda text: None
+        backend.faults = {number: fault}
+        assert handler.next_rendezvous().round == 0
+        handler.stop()
+        number, last = number + 1, backend.requests
+    assert number > 3
 
 
 class HangingBackend(SimulatedBackend):

@@ -200,25 +200,32 @@ class RendezvousHandler:
     def _publish_store(self, number: int, rank: int, deadline: float) -> bool:
         """Publish the store of a round, or wait until rank 0 has. Returns whether the round goes on."""
         if rank == 0:
-            address = self._stores.serve()
-            while is_intact(self._holder.context(), number) and self._holder.state.store_address != address:
-                self._holder.state.store_address = address
-                self._holder.mark_dirty()
-                self._holder.sync()
+            self._retry(partial(self._write_address, number, self._stores.serve()))
         else:
             self._persist(self._cancellable(await_address(number)), deadline)
         return is_intact(self._holder.context(), number)
 
+    def _write_address(self, number: int, address: str) -> None:
+        self._holder.sync()  # an attempt before may have written it, or not
+        while is_intact(self._holder.context(), number) and self._holder.state.store_address != address:
+            self._holder.state.store_address = address
+            self._holder.mark_dirty()
+            self._holder.sync()
+
     def _is_intact(self, number: int) -> bool:
         with self._lock:
-            self._holder.sync()
+            self._retry(self._holder.sync)
             return is_intact(self._holder.context(), number)
 
     def _persist(self, operator: Operator, deadline: float) -> None:
-        """Run ``operator``; try again while the backend does not reply, as long as joining may take."""
+        self._retry(partial(self._executor.run, operator, deadline))
+
+    def _retry(self, request: Callable[[], object]) -> None:
+        """Make ``request``; again while the backend does not reply, as long as joining may take."""
         while True:
             try:
-                return self._executor.run(operator, deadline)
+                request()
+                return
             except RendezvousConnectionError as e:
                 now, replied = self._clock.now(), self._holder.synced
                 if replied is None or self._backend.is_lost:
