@@ -7,5 +7,5 @@ The tests are those of ``torch.testing._internal.distributed``, unchanged, after
 runs in processes of its own with a time limit. :mod:`tools.conformance.exceptions` names the tests that do
 not pass, each with its reason; the exit code is 0 if no other test fails.
 
-Suites that need a GPU, torch's fault-injecting agent or only call TorchScript functions are left out.
+Suites that need a GPU or torch's fault-injecting agent are left out.
 """

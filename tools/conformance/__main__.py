@@ -39,7 +39,10 @@ def main() -> int:
             suite, _ = running.pop(test)
             results[suite][test.method] = result = test.finish(timed_out=not ended)
             done = sum(map(len, results.values()))
-            print(f"[{done}/{total}] {suite} {test.method}: {_show(test.method, result)}", flush=True)
+            print(
+                f"[{done}/{total}] {suite} {test.method}: {_show(f'{suite} {test.method}', result)}",
+                flush=True,
+            )
             if arguments.log_dir and result.verdict is Verdict.FAILED:
                 arguments.log_dir.mkdir(parents=True, exist_ok=True)
                 (arguments.log_dir / f"{suite}.{test.method}.log").write_text(result.output)
@@ -59,9 +62,9 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _show(name: str, result: Result) -> str:
+def _show(test: str, result: Result) -> str:
     text = f"{result.verdict.value}: {result.reason}" if result.reason else result.verdict.value
-    return f"{text} (known exception)" if result.verdict is Verdict.FAILED and name in EXCEPTIONS else text
+    return f"{text} (known exception)" if result.verdict is Verdict.FAILED and test in EXCEPTIONS else text
 
 
 def report(results: dict[str, dict[str, Result]]) -> int:
@@ -71,27 +74,26 @@ def report(results: dict[str, dict[str, Result]]) -> int:
     for suite, by_name in results.items():
         counts = Counter(result.verdict for result in by_name.values())
         failed = [name for name, result in by_name.items() if result.verdict is Verdict.FAILED]
-        known = sum(name in EXCEPTIONS for name in failed)
+        known = sum(f"{suite} {name}" in EXCEPTIONS for name in failed)
         unexpected += len(failed) - known
         ran = len(by_name) - counts[Verdict.SKIPPED]
         print(
             f"{suite:15} {counts[Verdict.PASSED]:8} {ran:5} {known:11} {len(failed) - known:7}"
             f" {counts[Verdict.SKIPPED]:8}"
         )
+    by_test = {
+        f"{suite} {name}": result for suite, by_name in results.items() for name, result in by_name.items()
+    }
     for heading, exceptions in (("failed", False), ("known exceptions", True)):
         lines = [
-            f"  {suite} {name}: {EXCEPTIONS.get(name, result.reason)}"
-            for suite, by_name in results.items()
-            for name, result in by_name.items()
-            if result.verdict is Verdict.FAILED and (name in EXCEPTIONS) is exceptions
+            f"  {test}: {EXCEPTIONS.get(test, result.reason)}"
+            for test, result in by_test.items()
+            if result.verdict is Verdict.FAILED and (test in EXCEPTIONS) is exceptions
         ]
         if lines:
             print(f"\n{heading}:", *lines, sep="\n")
     passed_anyway = [
-        name
-        for by_name in results.values()
-        for name, result in by_name.items()
-        if result.verdict is Verdict.PASSED and name in EXCEPTIONS
+        test for test, result in by_test.items() if result.verdict is Verdict.PASSED and test in EXCEPTIONS
     ]
     if passed_anyway:
         print("\nexceptions that pass, to be removed from the table:", *passed_anyway, sep="\n  ")

@@ -29,6 +29,10 @@ _SUITES = {
     "optimizer": {"rpc.dist_optimizer_test": ["DistOptimizerTest"]},
     "remote_module": {"nn.api.remote_module_test": ["RemoteModuleTest", "ThreeWorkersRemoteModuleTest"]},
     "ddp": {"ddp_under_dist_autograd_test": ["DdpUnderDistAutogradTest", "DdpComparisonTest"]},
+    "jit": {
+        "rpc.jit.rpc_test": ["JitRpcTest"],
+        "rpc.jit.dist_autograd_test": ["JitDistAutogradTest"],
+    },
     "examples": {
         "rpc.examples.parameter_server_test": ["ParameterServerTest"],
         "rpc.examples.reinforcement_learning_rpc_test": ["ReinforcementLearningRpcTest"],
@@ -75,14 +79,18 @@ _groups: list[Any] = []
 
 
 def _keep(make_group: Callable[..., Any]) -> Callable[..., Any]:
-    """Let process groups live until their process ends.
+    """Let process groups live until their process ends, and exist everywhere once they exist somewhere.
 
     The destructor of torch's gloo group joins a thread while it holds the GIL. If that thread is dropping the
     tensors of an all-reduce, it needs the GIL, and both wait forever: with DDP, without any RPC.
+
+    ``init_process_group`` returns on one rank before it has on others, which the tests of DDP call at once.
     """
 
     def make_and_keep(*args: Any, **kwargs: Any) -> Any:
         made = make_group(*args, **kwargs)
+        if made is None:  # it is init_process_group
+            torch.distributed.barrier()
         _groups.append((made, torch.distributed.group.WORLD))
         return made
 

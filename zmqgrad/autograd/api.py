@@ -17,6 +17,7 @@ from zmqgrad.autograd.roots import check_inputs, check_outputs, check_roots
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.rref.api import RRef
+from zmqgrad.rpc.torch_internals import python_only
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.wire.messages import PassOptions
 from zmqgrad.wire.tensors.streams import wait_for_default_streams
@@ -72,6 +73,7 @@ class context:
             self._entered.release()
 
 
+@python_only
 def backward(
     context_id: int,
     roots: Sequence[torch.Tensor],
@@ -180,6 +182,7 @@ def grad(
     return tuple(requested.gradients)
 
 
+@python_only
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """Return the gradients that all backward passes of a context have accumulated on this worker.
 

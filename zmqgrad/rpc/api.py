@@ -39,6 +39,7 @@ from zmqgrad.rpc.options import (
 from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.rref.api import RRef as PyRRef  # noqa: F401
+from zmqgrad.rpc.torch_internals import python_only
 from zmqgrad.rpc.torch_leftovers import warn_of_leftovers
 from zmqgrad.rpc.torch_names import AllGatherStates as AllGatherStates
 from zmqgrad.rpc.torch_names import _all_gather as _all_gather
@@ -265,6 +266,7 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> T: ...
+@python_only
 def rpc_sync(
     to: object,
     func: Callable[..., Any],
@@ -317,6 +319,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RpcFuture[T]: ...
+@python_only
 def rpc_async(
     to: object,
     func: Callable[..., Any],
@@ -376,6 +379,7 @@ def remote(
     *,
     name: str | None = None,
 ) -> RRef[T]: ...
+@python_only
 def remote(
     to: object,
     func: Callable[..., Any],

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed.rpc  # makes torch._C._distributed_rpc
 from torch.autograd import profiler, profiler_legacy
 from torch.autograd.profiler_util import EventList
 
+from zmqgrad.errors import ConfigurationError
 from zmqgrad.import_hooks import AfterImport
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 CppFuture = torch._C.Future
 """The C++ class under ``torch.futures.Future``. ``collect_all`` and C++'s ``then`` return plain instances."""
@@ -86,6 +89,19 @@ def event_tree(events: list[Any], **options: Any) -> EventList:
 def is_torch_operator(function: Callable[..., Any]) -> bool:
     """Whether ``function`` is an operator that TorchScript knows, such as ``torch.add``."""
     return torch.jit._builtins._find_builtin(function) is not None  # type: ignore[no-untyped-call]
+
+
+def python_only(function: F) -> F:
+    """Decorator: ``torch.jit.script`` refuses functions that call ``function``, and does not compile it."""
+
+    def refuse() -> NoReturn:
+        name = f"{function.__module__.removesuffix('.api')}.{function.__name__}"
+        raise ConfigurationError(
+            f"TorchScript cannot compile {name}: call it from Python; calls may run script functions"
+        )
+
+    function.__prepare_scriptable__ = refuse  # type: ignore[attr-defined]
+    return function
 
 
 _COMPILER = "torch._dynamo.trace_rules"

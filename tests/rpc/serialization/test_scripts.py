@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import zmqgrad.autograd as dist_autograd
 import zmqgrad.rpc as rpc
-from zmqgrad.errors import OperatorError, PayloadError
+from zmqgrad.errors import ConfigurationError, OperatorError, PayloadError
 from zmqgrad.rpc.serialization.naming import find_function, reference_to
 from zmqgrad.testing import Cluster, cluster
 
@@ -144,3 +145,46 @@ def test_an_asynchronous_script_function(pair: Cluster) -> None:
     assert torch.equal(rpc.rpc_sync("worker1", scaled_later, args=(X,)), X * 3)
     assert torch.equal(rpc.rpc_async("worker1", scaled_later, args=(X, 5)).wait(), X * 5)
     assert torch.equal(rpc.remote("worker1", scaled_later, args=(X,), kwargs={"by": 2}).to_here(), X * 2)
+
+
+def use_sync(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("worker1", scaled, (x,))
+
+
+def use_remote(x: torch.Tensor) -> torch.Tensor:
+    return rpc.remote("worker1", scaled, (x,)).to_here()
+
+
+def use_future(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_async("worker1", scaled, (x,)).wait()
+
+
+def use_backward(context_id: int, x: torch.Tensor) -> None:
+    dist_autograd.backward(context_id, [x])
+
+
+def use_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    return dist_autograd.get_gradients(context_id)
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (use_sync, "rpc.rpc_sync"),
+        (use_remote, "rpc.remote"),
+        (use_future, "rpc.rpc_async"),
+        (use_backward, "autograd.backward"),
+        (use_gradients, "autograd.get_gradients"),
+    ],
+)
+def test_what_torchscript_cannot_call_is_named(function: Callable[..., Any], told: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"TorchScript cannot compile zmqgrad\.{told}: call it from"
+    ):
+        torch.jit.script(function)
+
+
+def test_a_reference_is_no_argument_of_a_script_function(pair: Cluster) -> None:
+    for args, kwargs in (((rpc.RRef(X),), {}), ((), {"x": rpc.RRef(X)})):
+        with pytest.raises(OperatorError, match=r"scaled\(\) cannot have one: call it by a Python function"):
+            rpc.rpc_sync("worker1", scaled, args, kwargs)

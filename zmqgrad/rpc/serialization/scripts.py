@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import OperatorError
+from zmqgrad.rpc.serialization.context import RpcSerializable
 
 _PREFIX = "__torch__."
 """Prefix of the qualified names of compiled Python functions."""
@@ -39,10 +40,15 @@ def check_script_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[s
     """Check the number and the names of the arguments of a script function. The callee checks their types.
 
     Raises:
-        OperatorError: with torch's text, if they do not match the schema.
+        OperatorError: with torch's text, if they do not match the schema; or if one of them is a reference.
     """
     schema = function.schema
     arguments = schema.arguments
+    if any(isinstance(value, RpcSerializable) for value in (*args, *kwargs.values())):
+        raise OperatorError(
+            f"TorchScript knows only the references of torch's own RPC, so {schema.name}() cannot have one: "
+            f"call it by a Python function that calls local_value() or to_here()"
+        )
     if len(args) > len(arguments):
         raise OperatorError(
             f"{schema.name}() expected at most {len(arguments)} argument(s) but received {len(args)} "
