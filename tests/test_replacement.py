@@ -29,7 +29,7 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.optim.optimizer import DistributedOptimizer as same_optimizer
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.nn import RemoteModule
-from torch.distributed.nn.api.remote_module import RemoteModule as same_module
+from torch.distributed.nn.api.remote_module import RemoteModule as same_module, _RemoteModule as base
 from torch._C._distributed_rpc import PyRRef, WorkerInfo
 
 assert rpc is same is torch.distributed.rpc is zmqgrad.rpc and api is zmqgrad.rpc.api
@@ -38,7 +38,7 @@ assert RRef is PyRRef is zmqgrad.rpc.RRef and rpc_sync is zmqgrad.rpc.rpc_sync
 assert WorkerInfo is zmqgrad.rpc.WorkerInfo and BackendType is zmqgrad.rpc.BackendType
 assert internal is internal_too
 assert DistributedOptimizer is same_optimizer is zmqgrad.optim.DistributedOptimizer
-assert RemoteModule is same_module is torch.distributed.nn.RemoteModule is zmqgrad.nn.RemoteModule
+assert RemoteModule is same_module is base is torch.distributed.nn.RemoteModule is zmqgrad.nn.RemoteModule
 assert torch.nn.parallel.distributed.RRef is RRef
 """
 

@@ -45,7 +45,10 @@ _RPC_SUBMODULES = (
 _CLASSES: Mapping[str, Mapping[str, Any]] = {
     "torch.distributed.optim.optimizer": {"DistributedOptimizer": zmqgrad.optim.DistributedOptimizer},
     "torch.distributed.optim": {"DistributedOptimizer": zmqgrad.optim.DistributedOptimizer},
-    "torch.distributed.nn.api.remote_module": {"RemoteModule": zmqgrad.nn.RemoteModule},
+    "torch.distributed.nn.api.remote_module": {
+        "RemoteModule": zmqgrad.nn.RemoteModule,
+        "_RemoteModule": zmqgrad.nn.RemoteModule,
+    },
     "torch.distributed.nn": {"RemoteModule": zmqgrad.nn.RemoteModule},
 }
 """Classes in modules of torch that stay torch's otherwise."""
