@@ -22,6 +22,7 @@ from zmqgrad.autograd import context
 from zmqgrad.errors import ClosedError, NotInitializedError, UnknownWorkerError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
+from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.worker import Worker
@@ -323,6 +324,77 @@ def test_a_call_that_is_sent_while_its_worker_closes_says_so(
         during.setattr(pair[0].mailbox, "send", closes_meanwhile)
         with pytest.raises(NotInitializedError):
             rpc.rpc_sync(1, len, args=("abc",))
+
+
+class Quiet:
+    """Follows a key that never changes."""
+
+    closed = False
+
+    def __init__(self, key: str, step: Callable[[bytes], None], on_close: Callable[[], None]) -> None:
+        self.close = on_close
+
+
+def test_an_interrupt_at_any_moment_of_waiting_for_a_name_ends_that(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What told of changes stayed locked, and to close the watch was to tell."""
+    directory, number = pair[0].directory, 0
+    monkeypatch.setattr(directory, "follow", Quiet)
+
+    def look() -> None:
+        assert directory.wait_for("key", lambda: None, Deadline.after(0.001)) is None
+
+    while interrupted(number, ("threading", "zmqgrad.rpc.directory", "zmqgrad.runtime.blocking"), look):
+        number += 1
+    assert number > 5
+
+
+GATHERING = (
+    "zmqgrad.rpc.futures",
+    "zmqgrad.rpc.gathering",
+    "zmqgrad.rpc.groups.future",
+    "zmqgrad.runtime.future",
+)
+
+
+@pytest.mark.parametrize("wait", [rpc.wait_all, lambda futures: list(rpc.as_completed(futures))])
+def test_an_interrupt_at_any_moment_of_waiting_for_many_reaches_its_caller(
+    wait: Callable[[list[Any]], Any],
+) -> None:
+    """C++ printed what was raised in a callback of a future that was done already, and nobody counted it."""
+    futures = [torch.futures.Future[int]() for _ in range(3)]
+    for future in futures:
+        future.set_result(1)
+    hits = 0
+
+    def call() -> None:
+        nonlocal hits
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            hits += 1
+            raise
+
+    number = 0
+    while interrupted(number, GATHERING, call):
+        number += 1
+    assert hits == number > 5
+
+
+def test_an_interrupt_at_any_moment_of_then_leaves_no_future_without_an_end() -> None:
+    """C++ printed what was raised before the callback of a future that was done, and nobody set the next."""
+    future: PythonFuture[int] = PythonFuture()
+    future.set_result(1)
+    chained: list[PythonFuture[int]] = []
+    number = 0
+    while interrupted(
+        number, ("zmqgrad.rpc.futures",), lambda: chained.append(future.then(lambda done: done.value() + 1))
+    ):
+        assert all(each.done() for each in chained)
+        number += 1
+    assert number > 10
+    assert chained.pop().value() == 2
 
 
 def use_reference() -> Callable[[], None]:

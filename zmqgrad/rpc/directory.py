@@ -21,7 +21,7 @@ from zmqgrad.errors import (
     UnknownWorkerError,
 )
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
-from zmqgrad.runtime.blocking import blocking_section
+from zmqgrad.runtime.blocking import Bell
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
 
@@ -101,21 +101,19 @@ class Directory:
         Raises:
             NotInitializedError: if this worker is shut down meanwhile.
         """
-        changed = threading.Event()
+        changed = Bell()
         try:
             found = find()
             if found is not None:
                 return found
-            follower = self.follow(key, lambda _: changed.set(), changed.set)
+            follower = self.follow(key, changed.ring, changed.ring)
             try:
                 while not follower.closed:
-                    changed.clear()  # before the look: no later change is missed
                     found = find()
                     if found is not None:
                         return found
-                    with blocking_section():
-                        if not changed.wait(deadline.timeout()):
-                            return None
+                    if not changed.wait(deadline.timeout()):
+                        return None
             finally:
                 follower.close()
         except (StoreError, ClosedError):

@@ -10,9 +10,10 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextvars import Context, copy_context
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from zmqgrad.rpc.calls import Description, describe, refused_wait
 from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
 from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
 from zmqgrad.runtime.arguments import check_callable
-from zmqgrad.runtime.blocking import check_may_wait, may_wait_for_others
+from zmqgrad.runtime.blocking import blocking_section, check_may_wait, may_wait_for_others
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.service_thread import CoalescedJob, TimerHandle
 from zmqgrad.runtime.thread_pool import Task
@@ -40,6 +41,30 @@ MAX_NESTED = 20
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+class Endings:
+    """The indices of ``futures``, in the order in which these are done.
+
+    A future that is done calls back at once, in the thread that asks for it, and C++ only prints what a
+    signal handler raises there, such as Ctrl-C. So it calls a function of C, in which no handler runs.
+    """
+
+    def __init__(self, futures: Iterable[Any]) -> None:
+        self._ended: SimpleQueue[int] = SimpleQueue()
+        for index, future in enumerate(futures):
+            # Not the method of RpcFuture, which would complete each future in a task of its own.
+            CppFuture.add_done_callback(future, partial(self._ended.put, index))
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The next index. None if that takes more than ``seconds`` (None: no limit)."""
+        if not self._ended.empty():
+            return self._ended.get()
+        with blocking_section():
+            try:
+                return self._ended.get(timeout=seconds)
+            except Empty:
+                return None
 
 
 class _Chain(threading.local):
@@ -96,9 +121,7 @@ class PythonFuture(torch.futures.Future[T]):
         """
         if not self.done():  # torch waits in C++, where Ctrl-C cannot interrupt it
             check_may_wait()
-            done: Promise[Any] = Promise()
-            CppFuture.add_done_callback(self, done.set_result)
-            done.wait_done()
+            Endings([self]).wait()
         return super().wait()
 
     def set_exception(self, result: Exception) -> None:  # type: ignore[override]  # torch's stub asks for T
@@ -143,7 +166,7 @@ class PythonFuture(torch.futures.Future[T]):
             except BaseException as e:  # SystemExit, too: nothing else would ever set the child
                 _chain.set(partial(child.set_exception, error_of_callback(e)))
                 if not isinstance(e, Exception):
-                    raise
+                    logger.exception("a callback of %r failed", self)
             else:
                 _chain.set(partial(child._set_copied, value, self._copies.extend_events()))
 
@@ -153,22 +176,38 @@ class PythonFuture(torch.futures.Future[T]):
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback(self)`` when this is done, or at once if it is. What it raises is logged."""
         check_callable(callback)
-        self._call_when_done(partial(_chain.run, callback))
-
-    def _call_when_done(self, callback: Callable[[Any], None]) -> None:
-        context, recorded = copy_context(), torch.is_grad_enabled()
 
         def call(_: object) -> None:
             try:
+                _chain.run(callback, self)
+            except BaseException:  # SystemExit, too, whether or not this is done already
+                logger.exception("a callback of %r failed", self)
+
+        self._call_when_done(call)
+
+    def _call_when_done(self, callback: Callable[[Any], None]) -> None:
+        context, recorded = copy_context(), torch.is_grad_enabled()
+        uncalled: list[Callable[[Any], None]] = []
+
+        def call(_: object) -> None:
+            try:
+                found = uncalled.pop()
+            except IndexError:
+                return
+            try:
                 if torch.is_grad_enabled() is recorded:
-                    context.run(callback, self)
+                    context.run(found, self)
                 else:
                     with torch.set_grad_enabled(recorded):
-                        context.run(callback, self)
+                        context.run(found, self)
             except Exception:
                 logger.exception("a callback of %r failed", self)
 
         super().add_done_callback(call)
+        # Only now: of what is called at once, C++ only prints what a signal handler raises in it.
+        uncalled.append(callback)
+        if self.done():
+            call(None)
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from zmqgrad.errors import ArgumentTypeError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.futures import RpcFuture
+from zmqgrad.rpc.futures import Endings, RpcFuture
 from zmqgrad.rpc.groups.future import GroupFuture, in_order
 from zmqgrad.rpc.groups.sending import same_for_all
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
@@ -23,7 +23,6 @@ from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.arguments import as_list
 from zmqgrad.runtime.blocking import check_may_wait
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Promise, countdown
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -94,18 +93,20 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
     """
     futures = _checked(futures)
     deadline = Deadline.after(check_timeout(timeout) or None)
-    settled = _first_failure(futures)
-    if not settled.done():
+    endings = Endings(futures)
+    if not all(future.done() for future in futures):
         check_may_wait()
-    while not settled.wait_done(min(LOG_INTERVAL_SECONDS, deadline.left())):
-        progress = f"{sum(future.done() for future in futures)} of {len(futures)} calls are done"
+    results: dict[int, Any] = {}
+    while len(results) < len(futures):
+        index = endings.wait(min(LOG_INTERVAL_SECONDS, deadline.left()))
+        if index is not None:
+            results[index] = futures[index].wait()  # raises if it has failed
+            continue
+        progress = f"{len(results)} of {len(futures)} calls are done"
         if deadline.passed():
             raise RpcTimeoutError(f"{progress} after {timeout} s")
         logger.warning("%s", progress)
-    failed = settled.result()
-    if failed is not None:
-        failed.wait()  # raises
-    return [future.wait() for future in futures]
+    return [results[index] for index in range(len(futures))]
 
 
 def as_completed(futures: Iterable[F], timeout: float = 0.0) -> Iterator[F]:
@@ -141,24 +142,3 @@ def _checked(futures: Iterable[F]) -> list[F]:
                 f"incompatible function arguments: {future!r} is not a torch.futures.Future"
             )
     return each
-
-
-def _first_failure(futures: Sequence[Any]) -> Promise[Any]:
-    """A promise of the first of ``futures`` that fails, or of None once all of them are done."""
-    settled: Promise[Any] = Promise()
-    on_result = countdown(len(futures), lambda: settled.set_result(None))
-
-    def on_done(future: Any) -> None:
-        try:
-            CppFuture.wait(future)
-        except Exception:
-            settled.set_result(future)
-        else:
-            on_result(future)
-
-    if not futures:
-        settled.set_result(None)
-    for future in futures:
-        # Not the method of RpcFuture, which would complete each future in a task of its own.
-        CppFuture.add_done_callback(future, on_done)
-    return settled

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from zmqgrad.errors import RpcError
@@ -112,3 +113,28 @@ def holding(lock: threading.Lock, timeout: float = -1.0) -> Iterator[bool]:
     finally:
         if True in held:
             lock.release()
+
+
+class Bell:
+    """What any thread rings, and one waits for.
+
+    As ``threading.Event``, whose lock Ctrl-C can leave locked for ever: here all that locks is of C.
+    """
+
+    def __init__(self) -> None:
+        self._rung: SimpleQueue[None] = SimpleQueue()
+
+    def ring(self, *_: object) -> None:
+        """Wake the thread that waits, or that will wait next. Never blocks."""
+        self._rung.put(None)
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait up to ``seconds`` (None: no limit). Returns whether it has been rung since the last wait."""
+        try:
+            with blocking_section():
+                self._rung.get(timeout=seconds)
+        except Empty:
+            return False
+        while not self._rung.empty():
+            self._rung.get()
+        return True

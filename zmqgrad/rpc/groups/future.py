@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from zmqgrad.errors import GroupError, RpcTimeoutError
 from zmqgrad.rpc.calls import PendingCall
-from zmqgrad.rpc.futures import PythonFuture, RpcFuture
+from zmqgrad.rpc.futures import Endings, PythonFuture, RpcFuture
 from zmqgrad.rpc.groups.sending import GroupCall
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Promise, countdown
 
 T = TypeVar("T")
 
@@ -47,20 +48,26 @@ class GroupFuture(PythonFuture[list[T]]):
                 for each in call.send()
             ]
         )
-        self._call = call
-        on_done = countdown(len(self.futures), self._finish)
-        for future in self.futures:
-            # Not the method of RpcFuture, which would complete each future in a task of its own.
-            CppFuture.add_done_callback(future, on_done)
+        self._unfinished: list[GroupCall] = []
+        ended = torch.futures.collect_all(list(self.futures))
+        CppFuture.add_done_callback(ended, self._finish)
+        # Only now: of a callback that is called at once, C++ only prints what a signal handler raises in it.
+        self._unfinished.append(call)
+        if ended.done():
+            self._finish()
 
     def as_completed(self) -> Iterator[tuple[WorkerInfo, RpcFuture[T]]]:
         """Iterate over the members with their futures, in the order in which these are done."""
         for index in in_order(self.futures):  # every call has a deadline, or its caller wanted none
             yield self.members[index], self.futures[index]
 
-    def _finish(self) -> None:
+    def _finish(self, _: object = None) -> None:
         try:
-            results = self._call.conclude([partial(CppFuture.wait, future) for future in self.futures])
+            call = self._unfinished.pop()
+        except IndexError:
+            return
+        try:
+            results = call.conclude([partial(CppFuture.wait, future) for future in self.futures])
         except GroupError as e:
             self._settle(self.set_exception, e)
         else:
@@ -73,16 +80,9 @@ def in_order(futures: Sequence[Any], seconds: float = 0.0) -> Iterator[int]:
     Raises:
         RpcTimeoutError: if they are not done in time.
     """
-    ended: list[Promise[int]] = [Promise() for _ in futures]
-    left, deadline = ended[::-1], Deadline.after(seconds or None)
-    for index, future in enumerate(futures):
-        CppFuture.add_done_callback(future, partial(_set_next, left.pop, index))
-    for count, promise in enumerate(ended):
-        if not promise.wait_done(deadline.timeout()):
-            raise RpcTimeoutError(f"{count} of {len(ended)} calls are done after {seconds} s")
-        yield promise.result()
-
-
-def _set_next(take: Callable[[], Promise[int]], index: int, _: object) -> None:
-    """Called by any thread; each takes another promise, as ``list.pop`` is atomic."""
-    take().set_result(index)
+    endings, deadline = Endings(futures), Deadline.after(seconds or None)
+    for count in range(len(futures)):
+        index = endings.wait(deadline.timeout())
+        if index is None:
+            raise RpcTimeoutError(f"{count} of {len(futures)} calls are done after {seconds} s")
+        yield index

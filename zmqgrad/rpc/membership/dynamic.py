@@ -22,6 +22,7 @@ from zmqgrad.rpc.membership.shutdown import LOG_INTERVAL_SECONDS, drain
 from zmqgrad.rpc.membership.suspicion import Suspicions
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.blocking import Bell
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
 from zmqgrad.wire.ids import MAX_WORKER
@@ -249,10 +250,9 @@ class DynamicGroup(Group):
 
     def _wait_for_others_to_leave(self, served: TCPStore, deadline: Deadline) -> None:
         """Wait until no other worker needs the store, which closes with this worker."""
-        changed = threading.Event()
-        self._registry.watch(lambda worker_id, record: changed.set())  # ends with the store
+        changed = Bell()
+        self._registry.watch(changed.ring)  # ends with the store
         while True:
-            changed.clear()
             alive = [n for n in self._registry.ids() if not self._has_died(n)]
             if not alive:
                 served.refuse_newcomers()
