@@ -326,6 +326,26 @@ def test_a_call_that_is_sent_while_its_worker_closes_says_so(
             rpc.rpc_sync(1, len, args=("abc",))
 
 
+@KINDS
+def test_an_interrupt_at_any_moment_of_a_context_lets_the_thread_enter_another(
+    kind: type[BaseException], pair: list[Worker]
+) -> None:
+    """It stayed the context of the thread for ever: contexts do not nest."""
+
+    def use() -> None:
+        with context():
+            pass
+
+    number = 0
+    while interrupted(number, ("zmqgrad.autograd.api", "zmqgrad.autograd.context"), use, kind):
+        number += 1
+        use()
+    assert number > 20
+    assert debug_info(pair[0])["autograd"]["num_autograd_contexts"] < number / 5, (
+        "only some moments of a release"
+    )
+
+
 class Quiet:
     """Follows a key that never changes."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -18,7 +20,6 @@ from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.torch_internals import python_only
-from zmqgrad.rpc.worker import Worker
 from zmqgrad.wire.messages import PassOptions
 from zmqgrad.wire.tensors.streams import wait_for_default_streams
 
@@ -43,34 +44,56 @@ class context:
         tensor([3., 3.])
     """
 
+    _context: Context | None = None  # these three are set as far as it is entered
+    _reading: Any = None
+    _activation: ActiveContext | None = None
+
     def __init__(self) -> None:
         self._entered = threading.Lock()
 
     def __enter__(self) -> int:
         worker = current_worker()
-        check_not_nested()
+        if (abandoned := check_not_nested()) is not None:
+            autograd_of(worker).releases.release(abandoned.id)
         if not self._entered.acquire(blocking=False):
             raise AutogradError("This context() has been entered already: make one for each 'with'")
-        self._worker: Worker = worker
-        autograd = autograd_of(worker)
-        self._reading = autograd.versions.reading(fresh=True)
-        self._reading.__enter__()
-        self._context = autograd.begin()
-        self._activation = ActiveContext(self._context)
-        self._activation.__enter__()
-        return self._context.id
+        try:
+            autograd = autograd_of(worker)
+            self._releases = autograd.releases
+            reading = autograd.versions.reading(fresh=True)
+            reading.__enter__()
+            self._reading = reading
+            self._context = autograd.begin()
+            self._context.entered_by = weakref.ref(self)
+            activation = ActiveContext(self._context)
+            activation.__enter__()
+            self._activation = activation
+            return self._context.id
+        except BaseException:  # Ctrl-C: nobody would leave it
+            self._leave()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._entered.locked():
             raise AutogradError("This context() is left without having been entered, or for the second time")
+        self._leave()
+
+    def _leave(self) -> None:
         try:
-            self._activation.__exit__()
+            if self._activation is not None:
+                self._activation.__exit__()
         finally:  # a token of another thread cannot be reset, but the context ends nevertheless
-            self._reading.__exit__(None, None, None)
-            autograd_of(self._worker).releases.release(self._context.id)
-            self._entered.release()
+            try:
+                if self._reading is not None:
+                    self._reading.__exit__(None, None, None)
+            finally:
+                if self._context is not None:
+                    self._context.released = True
+                    self._releases.release(self._context.id)
+                self._context = self._reading = self._activation = None
+                self._entered.release()
 
 
 @python_only

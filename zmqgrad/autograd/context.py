@@ -57,6 +57,8 @@ class Context:
         """Whether a checkpoint has made a call of this worker, which a pass may make again."""
         self.released = released
         """Whether the context has ended. Messages still in flight are not recorded any more."""
+        self.entered_by: Callable[[], object] | None = None
+        """A weak reference to what was entered by ``with``; None: it began on another worker."""
         # Guards sends, recvs, gradients, open sums and storages. A signal handler may call while it is held.
         self._lock = threading.RLock()
         self._sends: dict[int, Send] = {}
@@ -424,14 +426,23 @@ def active_context() -> Context | None:
     return None if context is None or context.released else context
 
 
-def check_not_nested() -> None:
+def check_not_nested() -> Context | None:
     """Check that the calling thread has no active context.
+
+    Returns:
+        A context that it has nevertheless, but not inside of a ``with``: Ctrl-C came as that was left. It
+        counts as released from now on.
 
     Raises:
         AutogradError: if it has one.
     """
-    if active_context() is not None:
+    context = active_context()
+    if context is not None and context.entered_by is not None and context.entered_by() is None:
+        context.released = True
+        return context
+    if context is not None:
         raise AutogradError("Already have an autograd context id for this thread: contexts do not nest")
+    return None
 
 
 def set_active_context(context: Context | None, result: bool = True) -> None:

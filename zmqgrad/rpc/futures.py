@@ -203,7 +203,8 @@ class PythonFuture(torch.futures.Future[T]):
             except Exception:
                 logger.exception("a callback of %r failed", self)
 
-        super().add_done_callback(call)
+        if not self.done():
+            super().add_done_callback(call)
         # Only now: of what is called at once, C++ only prints what a signal handler raises in it.
         uncalled.append(callback)
         if self.done():
