@@ -559,6 +559,21 @@ def test_a_worker_that_is_interrupted_as_it_leaves_leaves_nothing_behind(gracefu
     assert run_processes(interrupted_as_it_leaves, 1, args=(graceful,)) == [[]]
 
 
+def interrupted_as_it_tells_others(_: int) -> list[str]:
+    """Ctrl-C while a worker of a dynamic group that leaves at once tells the store."""
+    del os.environ["WORLD_SIZE"]
+    rpc.init_rpc("worker0", rank=0, rpc_backend_options=QUICK)
+    store = current_worker().directory.shared()
+    store.set_timeout = lambda _: os.kill(os.getpid(), signal.SIGINT)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        rpc.shutdown(graceful=False)
+    return what_is_open()[0]
+
+
+def test_a_worker_that_is_interrupted_as_it_tells_that_it_leaves_leaves_nothing_behind() -> None:
+    assert run_processes(interrupted_as_it_tells_others, 1) == [[]]
+
+
 def leave_in_a_callback(rank: int, graceful: bool) -> str:
     """One worker leaves in a callback, which a thread of it runs; there it can only leave at once."""
     join(rank)

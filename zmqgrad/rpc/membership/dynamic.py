@@ -218,16 +218,13 @@ class DynamicGroup(Group):
 
     # ---- leaving ----------------------------------------------------------------------------------------
 
-    def leave(self, graceful: bool, deadline: Deadline) -> None:
-        """As :meth:`Group.leave`; without ``graceful`` the others are notified if the store replies."""
-        self.worker.events.stop()  # the others end their links to this worker, each of which is a loss here
-        if not graceful:
-            try:
-                self.store.set_timeout(min(1.0, deadline.left()))
-                self._withdraw(LEFT_AT_ONCE)
-            except StoreError as e:
-                logger.debug("%s leaves without notifying the others: %s", self.worker.name, e)
-        super().leave(graceful, deadline)
+    def _finish_at_once(self, deadline: Deadline) -> None:
+        """Notify the others, if the store replies."""
+        try:
+            self.store.set_timeout(min(1.0, deadline.left()))
+            self._withdraw(LEFT_AT_ONCE)
+        except StoreError as e:
+            logger.debug("%s leaves without notifying the others: %s", self.worker.name, e)
 
     def _finish(self, deadline: Deadline) -> None:
         """Complete this worker's calls and those that it serves now."""

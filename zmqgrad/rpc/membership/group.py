@@ -111,6 +111,10 @@ class Group(ABC):
     def _finish(self, deadline: Deadline) -> None:
         """Complete the work in progress, and stop being a member."""
 
+    def _finish_at_once(self, deadline: Deadline) -> None:
+        """Stop being a member, without grace."""
+        logger.debug("%s leaves at once", self.worker.name)
+
     def leave(self, graceful: bool, deadline: Deadline) -> None:
         """End the worker. Its threads and sockets are closed afterwards, also if this raises.
 
@@ -127,8 +131,7 @@ class Group(ABC):
         self.leaving = True
         self.worker.events.stop()
         try:
-            if graceful:
-                self._finish(deadline)
+            (self._finish if graceful else self._finish_at_once)(deadline)
         except BaseException as e:
             logger.debug("%s: shutdown: %s", self.worker.name, e)
             _to_the_end(partial(close_quietly, self, logger.warning))  # the first error is the one to report
