@@ -145,7 +145,12 @@ def test_a_call_of_a_signal_handler_that_fails_does_not_end_the_call_that_it_int
     assert failed == 1
 
 
+MAKING = ("zmqgrad.store.client", "zmqgrad.store.server", "zmqgrad.transport.query.server")
+
+
 @KINDS
+@pytest.mark.open_outcomes  # of readers that nothing knows of
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a context dies open
 def test_an_interrupt_while_a_store_is_made_leaves_no_server(kind: type[BaseException]) -> None:
     made: list[TCPStore] = []
     port = free_port()
@@ -154,7 +159,8 @@ def test_an_interrupt_while_a_store_is_made_leaves_no_server(kind: type[BaseExce
         made.append(TCPStore("127.0.0.1", port, is_master=True, timeout=WAIT))
 
     number = 0
-    while interrupted(number, ("zmqgrad.store.client",), make, kind):
+    modules = MAKING[:1] if kind is TimeoutError else MAKING  # which sockets take for one of the system
+    while interrupted(number, modules, make, kind):
         number += 1
         while made:
             made.pop().close()

@@ -45,6 +45,7 @@ class StoreServer:
         max_waiting: limit of blocked queries, over all clients.
         fast_path: offer the same-host fast path (see :mod:`~zmqgrad.transport.local`); None: from the
             environment (ZMQGRAD_LOCAL_FAST_PATH).
+        holder: gets the server before that starts, and closes it.
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if it cannot listen there.
@@ -72,10 +73,13 @@ class StoreServer:
         max_waiting: int = MAX_WAITING,
         fast_path: bool | None = None,
         clock: Clock = MONOTONIC,
+        holder: ServerHolder | None = None,
     ) -> None:
         if not isinstance(address, str):
             raise ArgumentTypeError(f"the address of a store must be a str, not {type(address).__name__}")
         self.name = name
+        self.drain_seconds = 0.0
+        """How long closing waits until the other clients have disconnected; it accepts no new ones then."""
         self._keys = keys_for_store(secret)
         self._watch_port = watch_port
         contents, replies = Contents(), ReplyCache()
@@ -92,8 +96,8 @@ class StoreServer:
                 max_clients=max_clients,
                 fast_path=environment.local_fast_path.resolve(fast_path),
                 clock=clock,
+                undo=undo,
             )
-            undo.callback(self._server.stop)
             self._service = StoreService(
                 self._server,
                 contents,
@@ -105,11 +109,11 @@ class StoreServer:
             )
             if watch_port:
                 self._service.open_publisher()
+            self._thread = threading.Thread(target=self._run, name=f"{name}-server", daemon=True)
+            if holder is not None:
+                holder.server = self
+            self._thread.start()  # Ctrl-C may come when it runs already
             undo.pop_all()
-        self.drain_seconds = 0.0
-        """How long closing waits until the other clients have disconnected; it accepts no new ones then."""
-        self._thread = threading.Thread(target=self._run, name=f"{name}-server", daemon=True)
-        self._thread.start()
 
     @property
     def endpoint(self) -> str:
@@ -157,7 +161,8 @@ class StoreServer:
             StoreError: if the thread does not end in time.
         """
         self._server.stop(self.drain_seconds)
-        self._thread.join(Deadline.after(self.drain_seconds + CLOSE_SECONDS).timeout())
+        if self._thread.is_alive():  # else Ctrl-C came as it began, which it will not do any more
+            self._thread.join(Deadline.after(self.drain_seconds + CLOSE_SECONDS).timeout())
         if self._thread.is_alive():
             raise StoreError(f"the thread {self._thread.name} has not ended within {CLOSE_SECONDS} s")
 
@@ -198,11 +203,11 @@ class SharedServers:
             options: arguments of :class:`StoreServer` for a new one.
         """
         if not shared or address.endswith(":*"):
-            holder.server = StoreServer(address, **options)
+            holder.server = StoreServer(address, holder=holder, **options)
             return
         with self._lock:
             existing = self._shared.get(address)
-            server, users = existing or (StoreServer(address, **options), 0)
+            server, users = existing or (StoreServer(address, holder=holder, **options), 0)
             self._shared[address] = (server, users + 1)
             holder.server = server
 

@@ -166,7 +166,7 @@ class ZmqMailbox(Mailbox):
         self._own_service: ServiceThread | None = None
         self._run_in_pool: Callable[[Task], None] = lambda task: task()
         with ExitStack() as undo:
-            undo.callback(self._context.term)
+            undo.callback(self._context.destroy, 0)  # term() would wait for a socket that was left open
             self._open(tcp_host, advertised, fast_path, undo)
             undo.pop_all()
 

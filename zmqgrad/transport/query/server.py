@@ -15,6 +15,7 @@ import logging
 import math
 import secrets
 import threading
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
@@ -89,6 +90,7 @@ class QueryServer:
         listen_fd: file descriptor of a socket that is already bound to the port of ``address``.
         max_clients: how many clients are served.
         fast_path: whether clients of this host may use it, if the system supports it.
+        undo: stops the server; told by itself, as Ctrl-C may come before its maker knows it.
 
     Raises:
         AddressInUseError: if another socket listens there.
@@ -106,6 +108,7 @@ class QueryServer:
         max_clients: int = MAX_CLIENTS,
         fast_path: bool = True,
         clock: Clock = MONOTONIC,
+        undo: ExitStack | None = None,
     ) -> None:
         self.name = name
         self.incarnation = secrets.randbits(63)
@@ -132,6 +135,8 @@ class QueryServer:
         self.endpoint = address  # and with its port, once it is bound
         secured = keys is not None and keys.from_secret
         try:
+            if undo is not None:
+                undo.callback(self.stop)
             set_up_query_socket(self._router)
             self._router.router_mandatory = True
             self._router.sndhwm = self._router.rcvhwm = MAX_UNREAD_REPLIES
@@ -262,12 +267,12 @@ class QueryServer:
             self.reader.close()
 
     def _close(self) -> None:
-        """Closes all sockets but those of the listener."""
+        """Closes all sockets but those of the listener, and what an interrupt has left of that."""
         tapping.unregister(self)
         if self._service is not None:
             self._service.stopped()
         self._router.close(LINGER_MS)
-        self.context.term()  # waits until the last replies have left, or for LINGER_MS
+        self.context.destroy(LINGER_MS)  # waits until the last replies have left, or for LINGER_MS
 
     # ---- receiving --------------------------------------------------------------------------------------
 

@@ -358,6 +358,10 @@ class SimContext:
         self.core.process.network.scheduler.point("zmq term")
         self.core.terminate()
 
+    def destroy(self, linger: int | None = None) -> None:
+        """As ``Context.destroy``, once its sockets are closed: only a signal handler leaves one open."""
+        self.term()
+
     def __enter__(self) -> SimContext:
         return self
 
