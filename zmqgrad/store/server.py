@@ -127,7 +127,7 @@ class StoreServer:
 
     @property
     def local(self) -> LocalAddress | None:
-        """Where clients on this host connect; None: as others do."""
+        """The address at which clients on this host connect; None: as others do."""
         return self._server.local
 
     def _make_publisher(self, on_nonce: Callable[[str], None]) -> Publisher:
