@@ -533,6 +533,18 @@ def interrupt_soon(interrupted: threading.Event, gate: int) -> threading.Thread:
     return threading.Thread(target=interrupt, args=(threading.get_ident(),))
 
 
+@pytest.mark.parametrize("method", ["add_done_callback", "then"])
+def test_ctrl_c_in_a_callback_that_runs_at_once_reaches_its_caller(trio: Cluster, method: str) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with trio.acting(0):
+        future = rpc.rpc_async("worker1", pow, args=(2, 3))
+        assert future.wait() == 8
+        with pytest.raises(KeyboardInterrupt):
+            getattr(future, method)(interrupt)
+
+
 def test_ctrl_c_interrupts_wait_all(trio: Cluster, gate: int) -> None:
     endless = rpc.rpc_async(1, wait_at, args=(gate,))
     interrupted = threading.Event()

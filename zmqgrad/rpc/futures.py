@@ -165,6 +165,8 @@ class PythonFuture(torch.futures.Future[T]):
                 value = _chain.run(callback, self)
             except BaseException as e:  # SystemExit, too: nothing else would ever set the child
                 _chain.set(partial(child.set_exception, error_of_callback(e)))
+                if isinstance(e, KeyboardInterrupt):
+                    raise
                 if not isinstance(e, Exception):
                     logger.exception("a callback of %r failed", self)
             else:
@@ -180,6 +182,8 @@ class PythonFuture(torch.futures.Future[T]):
         def call(_: object) -> None:
             try:
                 _chain.run(callback, self)
+            except KeyboardInterrupt:  # of the main thread, which may be in this call
+                raise
             except BaseException:  # SystemExit, too, whether or not this is done already
                 logger.exception("a callback of %r failed", self)
 
