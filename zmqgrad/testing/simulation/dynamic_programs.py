@@ -49,6 +49,7 @@ class Life:
         began: when it had joined.
         leaving: when it began to leave.
         ended: when it had left.
+        error: why it could not leave in order.
         events: of which workers it was told that they have joined or are lost, and when.
     """
 
@@ -57,6 +58,7 @@ class Life:
     began: float
     leaving: float = math.inf
     ended: float = math.inf
+    error: str = ""
     host: str = field(default_factory=socket.gethostname)
     events: list[tuple[str, int, str, float]] = field(default_factory=list)
 
@@ -183,9 +185,8 @@ class Member(Job):
         life.leaving = time.monotonic()
         try:
             rpc.shutdown(graceful=self.rank == 0 or self.rng.random() < 0.7)
-        except RuntimeError:
-            if not any(kind == "loss" and name == FIRST for kind, _, name, _ in life.events):
-                raise  # otherwise this was evicted, and the group has ended without it
+        except RuntimeError as e:
+            life.error = repr(e)
         life.ended = time.monotonic()
         unresolved.extend(f"{self.name} calls {to}" for to, call in calls if not call.done())
         if beside.ident is not None:

@@ -65,6 +65,8 @@ def check_members(run: Any, copies: list[Any]) -> None:
             _check_failure(failure, lives, killed, run.faults.partitions > 0)
         for life in copy.lives:
             _check_events(life, lives, killed)
+            if life.error and 0 not in run.killed:
+                _check_leaving(life, lives)
 
 
 def check_rounds(run: Any, copies: list[Any]) -> None:
@@ -104,10 +106,21 @@ def _check_failure(failure: Any, lives: list[Any], killed: set[str], cut: bool) 
     gone |= {life.name for life in lives if cut and life.host not in (own.host, lives[0].host)}
     named = set(re.findall(r"worker\d+", failure.error)) - {own.name}
     told = any(kind in failure.error for kind in GONE)
-    if own.leaving > failure.ended and not (told and named & gone):
+    # Another worker may call by the name what this one was before: it cannot know yet that it has come back.
+    earlier = {f"{own.name} (worker {life.number})" for life in lives if life.ended <= own.began}
+    named_before = any(each in failure.error for each in earlier)
+    if own.leaving > failure.ended and not (told and (named & gone or named_before)):
         raise AssertionError(f"{own.name}: {failure.token} failed at {failure.ended}: {failure.error}")
     if "evicted" in failure.error:
         raise AssertionError(f"{own.name} was evicted, though others could reach it: {failure.error}")
+
+
+def _check_leaving(life: Any, lives: list[Any]) -> None:
+    """Leaving fails only if this worker was evicted: it knows that, or the group has ended without it."""
+    first = next(each for each in lives if each.name == "worker0")
+    told = any(kind == "loss" and name == first.name for kind, _, name, _ in life.events)
+    if not told and first.leaving > life.ended:
+        raise AssertionError(f"{life.name} could not leave at {life.ended}: {life.error}")
 
 
 def _check_events(observer: Any, lives: list[Any], killed: set[str]) -> None:
