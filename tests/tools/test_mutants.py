@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import zmqgrad
-from tools.mutants import MUTANTS, plant
+from tools.mutants import MUTANTS, ROOT, plant
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -23,3 +23,12 @@ def test_each_fault_changes_the_one_place_it_names_and_leaves_a_module(name: str
 
     assert planted.read_text() != source.read_text()
     compile(planted.read_text(), mutant.path, "exec")
+
+
+def test_the_page_names_the_seed_of_each_fault() -> None:
+    lines = (ROOT / "docs/concepts/simulation.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| `") and "--seed" in line]
+    named = [name for name, mutant in MUTANTS.items() if mutant.seed is not None]
+
+    assert sorted(row.split("`")[1] for row in rows) == sorted(named)
+    assert [row for row in rows if MUTANTS[row.split("`")[1]].found_by not in row] == []
