@@ -365,9 +365,20 @@ def test_a_variable_that_is_malformed_is_named(
     assert repr(value) in failure("env://")
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("host", ["node1..cluster", "a" * 64, "node\udcff"])
+def test_a_host_that_no_resolver_takes_is_named(
+    monkeypatch: pytest.MonkeyPatch, host: str, rank: str
+) -> None:
+    """The resolver raises ``UnicodeError``."""
+    set_up(monkeypatch, **{**COMPLETE, "MASTER_ADDR": host, "RANK": rank})
+    assert "is not a host name or address (the environment, " in failure("env://")
+
+
 @pytest.mark.parametrize(
     ("url", "rank", "size", "words"),
     [
+        ("tcp://node1..cluster:1", 1, 2, "'node1..cluster' is not a host name or address"),
         ("tcp://127.0.0.1:1", 2, 2, "the rank is 2 .* it must be from 0 to 1"),
         ("tcp://127.0.0.1:1", -2, 2, "the rank is -2"),
         ("tcp://127.0.0.1:1", 0, 0, "the world size is 0 .*at least 1"),

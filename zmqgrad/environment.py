@@ -97,8 +97,16 @@ def _parse_ports(variable: str, text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
+def is_host(text: str) -> bool:
+    """Whether ``text`` can be a host name or an address. The resolver raises no ``OSError`` for others."""
+    try:
+        return bool(text.encode("idna")) and "/" not in text and not any(c.isspace() for c in text)
+    except UnicodeError:  # an empty or long label, or bytes that are no text
+        return False
+
+
 def _parse_host(variable: str, text: str) -> str:
-    if "/" in text or any(c.isspace() for c in text):
+    if not is_host(text):
         raise _invalid(variable, text, "a name or an address: 192.0.2.7")
     return text
 

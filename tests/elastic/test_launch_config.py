@@ -58,6 +58,8 @@ def test_the_default_is_one_worker_on_one_host() -> None:
         ({"redirects": Std.ALL, "log_dir": Path("logs")}, "it must be Streams: Streams(Std.ALL) for all"),
         ({"tee": "3"}, "tee is '3'; it must be Streams"),
         ({"log_dir": 3}, "log_dir is 3; it must be a path"),
+        ({"master_addr": "node1..cluster"}, "master_addr is 'node1..cluster', which is not a host name"),
+        ({"local_addr": "a" * 64}, "which is not a host name or address"),
     ],
 )
 def test_invalid_values_are_named(fields: dict[str, Any], words: str) -> None:

@@ -144,6 +144,8 @@ def test_the_address_of_a_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
     assert listening_address("localhost", 5) == "tcp://127.0.0.1:5"
     assert listening_address("10.1.2.3", 0) == "tcp://10.1.2.3:*"
+    with pytest.raises(ConfigurationError, match="is not a host name or address"):
+        listening_address("node1..cluster", 0)
     assert listening_address("::1", 5) == listening_address("[::1]", 5) == "tcp://[::1]:5"
     assert listening_address("nobody.invalid", 5) == "tcp://*:5"
     assert connecting_address("::1", 5) == "tcp://[::1]:5"

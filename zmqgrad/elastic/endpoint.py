@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
+from zmqgrad.environment import is_host
 from zmqgrad.errors import (
     AddressInUseError,
     ConfigurationError,
@@ -37,10 +38,9 @@ def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str
         host, port = endpoint.strip(), ""
     try:
         number = int(port) if port else default_port
-        host.encode("idna")  # as the resolver does; an empty or long label fails
     except ValueError:
         number = -1
-    if not 0 <= number < 1 << 16:
+    if not 0 <= number < 1 << 16 or (host and not is_host(host)):
         raise ConfigurationError(f"the rendezvous endpoint is {endpoint!r}; it must be host or host:port")
     return host or "localhost", number
 

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zmqgrad.environment import MAX_PORT
+from zmqgrad.environment import MAX_PORT, is_host
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.arguments import check_integer, check_seconds
 
@@ -143,6 +143,9 @@ class LaunchConfig:
         check_integer("master_port", self.master_port, 0, MAX_PORT)
         if self.node_rank is not None:
             check_integer("node_rank", self.node_rank, 0, self.max_nodes - 1)
+        for name in ("local_addr", "master_addr"):
+            if (host := getattr(self, name)) and not is_host(host):
+                raise ConfigurationError(f"{name} is {host!r}, which is not a host name or address")
         if self.max_nodes > 1 and self.master_addr and not self.rdzv_endpoint:
             meeting = f"{self.master_addr}:{self.master_port or STATIC_PORT}"
             object.__setattr__(self, "rdzv_endpoint", meeting)

@@ -412,6 +412,8 @@ def _serve_or_connect(
                 f"{request.url!r} lacks a host or a port; write {request.scheme}://host:port?rank=..&world_size=.."
             )
         host, port, where = request.host, request.port, repr(request.url)
+    if not environment.is_host(host):
+        raise RendezvousError(f"{host!r} is not a host name or address ({where})")
     if not 0 < port <= MAX_PORT:
         raise RendezvousError(
             f"the port is {port} ({where}); all workers must know it, so it must be from 1 to {MAX_PORT}"

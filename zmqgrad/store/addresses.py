@@ -29,14 +29,13 @@ def connecting_address(host: str, port: int) -> str:
     Raises:
         ConfigurationError: if ``host`` is malformed.
     """
-    try:
-        named = host.encode("idna")  # as the resolver does; an empty or long label fails
-    except UnicodeError:
-        named = b""
-    if not named or "/" in host or any(c.isspace() for c in host):
+    return tcp_address(_bare(host), port)
+
+
+def _bare(host: str) -> str:
+    if not environment.is_host(host):
         raise ConfigurationError(f"{host!r} is not a host name or address")
-    bare = host.strip("[]")
-    return tcp_address(bare, port)
+    return host.strip("[]")
 
 
 def listening_address(host: str, port: int, keyed: bool = False) -> str:
@@ -49,9 +48,12 @@ def listening_address(host: str, port: int, keyed: bool = False) -> str:
     Args:
         port: 0: the system picks one.
         keyed: whether clients need a secret.
+
+    Raises:
+        ConfigurationError: if ``host`` is malformed.
     """
     shown = str(port) if port else "*"
-    bare = host.strip("[]")
+    bare = _bare(host)
     if bare == "localhost":
         return f"tcp://127.0.0.1:{shown}"
     if bare == environment.advertise_address():
