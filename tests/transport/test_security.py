@@ -55,6 +55,14 @@ def test_the_same_secret_from_any_place_derives_the_same_keys(
     assert load_keys() == expected
 
 
+def test_a_secret_need_not_be_text(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """Such as raw random bytes."""
+    secret = b"\xff\xfe" + bytes(range(1, 9)) * 2
+    file.write_bytes(secret)
+    monkeypatch.setenv("ZMQGRAD_SECRET", os.fsdecode(secret))
+    assert load_keys() == load_keys(secret) == load_keys(read_secret(str(file)))
+
+
 def test_keys_are_pairs_and_hidden_from_repr() -> None:
     keys = load_keys(SECRET)
     assert keys is not None

@@ -118,6 +118,32 @@ def test_of_too_many_strangers_the_oldest_are_cut(
     newcomer.close()
 
 
+def test_strangers_do_not_fill_the_log(listening: Listening, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever reaches the port of a bulk channel may try passwords, as often as he can."""
+    asking = listening.context.socket(zmq.DEALER)
+    asking.connect("inproc://zeromq.zap.01")
+    for number in range(99):
+        attempt = [
+            b"",
+            b"1.0",
+            b"%d" % number,
+            b"zmqgrad",
+            b"192.0.2.66",
+            b"",
+            b"PLAIN",
+            b"zmqgrad",
+            b"guess",
+        ]
+        asking.send_multipart(attempt)
+        listening.zap.read()
+        assert asking.recv_multipart()[3] == b"400"
+    asking.close()
+    listening.zap.close()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "refused 192.0.2.66, which has not the job's key", "strangers", "strangers",
+    ]  # fmt: skip
+
+
 def is_cut(stranger: socket.socket) -> bool:
     """Returns whether the other end has closed the connection."""
     stranger.setblocking(False)

@@ -24,6 +24,7 @@ from zmq.utils import z85
 
 from zmqgrad import environment
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
+from zmqgrad.runtime.repeat_log import RepeatLog
 from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.sockets import get_int
 from zmqgrad.transport.user_token import read_token
@@ -99,7 +100,7 @@ def find_secret(secret: str | bytes | None = None) -> bytes | None:
             raise ConfigurationError(f"both {environment.SECRET} and {environment.SECRET_FILE} are set")
         if path is not None:
             return read_secret(path)
-        return None if value is None else _checked(value.encode(), environment.SECRET)
+        return None if value is None else _checked(os.fsencode(value), environment.SECRET)
     if not isinstance(secret, (str, bytes)):
         raise ArgumentTypeError(f"a secret must be str or bytes, not {type(secret).__name__}")
     return _checked(secret.encode() if isinstance(secret, str) else secret, "the secret")
@@ -254,6 +255,7 @@ class ZapAuthenticator:
         self._client_key = keys.client.public
         self.passwords: set[bytes] = set()
         """Admitted at sockets of :func:`password_server`."""
+        self._refusals = RepeatLog(logger, "strangers")
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         try:
@@ -273,9 +275,9 @@ class ZapAuthenticator:
                 request = self._socket.recv_multipart(zmq.NOBLOCK)
                 version, number, _, address, _, mechanism, *credentials = request
                 accepted = self._accepts(mechanism, credentials)
-                if not accepted:
-                    logger.warning(
-                        "refused %s, which has not the job's key", address.decode(errors="replace")
+                if not accepted:  # it may try as often as it can
+                    self._refusals.warning(
+                        f"refused {address.decode(errors='replace')}, which has not the job's key"
                     )
                 code, text = (b"200", b"OK") if accepted else (b"400", b"another secret")
                 self._socket.send_multipart([version, number, code, text, b"", b""])
@@ -289,4 +291,5 @@ class ZapAuthenticator:
 
     def close(self) -> None:
         """Closes the socket. Idempotent."""
+        self._refusals.close()
         self._socket.close(linger=0)
