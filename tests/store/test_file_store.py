@@ -568,8 +568,41 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "store"
     path.touch(0o600)
     os.chown(path, 65534, 65534)
-    with pytest.raises(StoreError, match="it belongs to user 65534"):
+    with pytest.raises(StoreError, match="'store' belongs to user 65534"):
         FileStore(str(path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("beside", store_sqlite.BESIDE)
+def test_contents_of_another_user_are_refused(tmp_path: Path, beside: str) -> None:
+    """SQLite takes what is in these files for a part of the store. Anybody can make them in ``/tmp``."""
+    FileStore(str(tmp_path / "store"), timeout=PATIENCE).close()
+    made = tmp_path / f"store{beside}"
+    made.write_bytes(b"forged")
+    made.chmod(0o666)
+    os.chown(made, 65534, 65534)
+    with pytest.raises(StoreError, match=f"'store{beside}' belongs to user 65534"):
+        FileStore(str(tmp_path / "store"))
+    made.unlink()
+    made.symlink_to(tmp_path / "store")
+    with pytest.raises(StoreError, match=f"'store{beside}'"):
+        FileStore(str(tmp_path / "store"))
+
+
+def test_nobody_else_can_make_the_files_beside_a_store(tmp_path: Path) -> None:
+    """As they are there: in a directory like ``/tmp``, others cannot replace them."""
+    path = tmp_path / "store"
+    others = [tmp_path / f"store{suffix}" for suffix in store_sqlite.BESIDE]
+    with FileStore(str(path), timeout=PATIENCE) as store:
+        assert all(map(os.path.exists, others))
+        identities = [os.stat(each).st_ino for each in others]
+        store.set("key", "value")
+        assert [os.stat(each).st_ino for each in others] == identities
+    with FileStore(str(path), timeout=PATIENCE) as store:
+        assert store.get("key") == b"value"
+    assert [os.stat(each).st_ino for each in others] == identities
+    FileStore(str(path), 1, PATIENCE).close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupt_after_any_step_leaves_a_store_that_works(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import resource
 import signal
 from pathlib import Path
@@ -199,3 +200,14 @@ def test_ids_of_64_bits_are_kept(tmp_path: Path) -> None:
     journal.commit()
     journal.close()
     assert load(tmp_path / "j")[1].last == {n: (n, StoreNumber(5)) for n in (1, largest)}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_contents_of_another_user_are_refused(tmp_path: Path) -> None:
+    """SQLite takes what is in this file for a part of the journal. Anybody can make it in ``/tmp``."""
+    load(tmp_path / "journal")
+    made = tmp_path / "journal-wal"
+    made.write_bytes(b"forged")
+    os.chown(made, 65534, 65534)
+    with pytest.raises(JournalError, match="'journal-wal' belongs to user 65534"):
+        load(tmp_path / "journal")

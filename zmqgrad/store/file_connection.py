@@ -21,7 +21,7 @@ from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.file_contents import SCHEMA, FileContents
-from zmqgrad.store.sqlite import DAMAGE_ERRORS, checked, connect, is_busy
+from zmqgrad.store.sqlite import BESIDE, DAMAGE_ERRORS, checked, connect, is_busy
 from zmqgrad.store.state import State
 from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.wire.messages import Message
@@ -292,7 +292,7 @@ class FileConnection:
                 return
             # Under the lock, and before any write: processes that wait for the lock then find the file
             # removed.
-            for name in (f"{self.path}-journal", str(self.path)):
+            for name in (*(f"{self.path}{suffix}" for suffix in BESIDE), str(self.path)):
                 try:
                     os.unlink(name)
                 except FileNotFoundError:

@@ -12,6 +12,8 @@ import os
 import secrets
 import sqlite3
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +22,9 @@ from zmqgrad.errors import ConfigurationError, StoreError
 
 APPLICATION_ID = 0x7A677374
 """``PRAGMA application_id`` of every file of ours: the letters ``zgst``."""
+
+BESIDE = ("-journal", "-wal")
+"""Suffixes of the files beside one whose contents SQLite takes for a part of it, unless they are empty."""
 
 MAX_BUSY_MS = 100
 """How long SQLite itself waits for a lock, in milliseconds: not long, as Ctrl-C does not interrupt it."""
@@ -59,10 +64,7 @@ def connect(path: Path, kind: str, schema: str, version: int) -> sqlite3.Connect
         StoreError: if it cannot be opened, or is another kind of file.
         sqlite3.OperationalError: if it is locked.
     """
-    try:
-        _claim(path)
-    except OSError as e:
-        raise StoreError(f"cannot open the {kind} file {str(path)!r}: {e.strerror or e}") from e
+    _claim(path, kind)
     try:
         connection = sqlite3.connect(
             path, timeout=MAX_BUSY_MS / 1000, isolation_level=None, check_same_thread=False
@@ -71,22 +73,37 @@ def connect(path: Path, kind: str, schema: str, version: int) -> sqlite3.Connect
         raise StoreError(f"cannot open the {kind} file {str(path)!r}: {_why_not_opened(path, e)}") from e
     try:
         _identify(connection, path, kind, schema, version)
+        _claim(path, kind)  # again, as SQLite has removed what it has used of the files beside it
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _claim(path: Path) -> None:
+def _claim(path: Path, kind: str) -> None:
     """Make ``path`` a file of this user alone, whose mode SQLite gives to the files beside it, too.
+
+    Those are made here, empty: in a directory such as that of temporary files, others could make them, and
+    SQLite would take what is in them for the contents of this one.
 
     Not by a descriptor of the file: closing one would drop the locks of this process on it.
 
     Raises:
-        OSError: if it belongs to another user, or cannot be created.
+        StoreError: if one belongs to another user, or cannot be created.
     """
     try:
-        status = path.stat()
+        _claim_one(path, path.stat)
+        for suffix in BESIDE:
+            beside = Path(f"{os.path.realpath(path)}{suffix}")
+            with suppress(FileNotFoundError):  # it is just being removed, with the file itself or by SQLite
+                _claim_one(beside, beside.lstat)  # not what it links to, maybe another file of this user
+    except OSError as e:
+        raise StoreError(f"cannot open the {kind} file {str(path)!r}: {e.strerror or e}") from e
+
+
+def _claim_one(path: Path, look: Callable[[], os.stat_result]) -> None:
+    try:
+        status = look()
     except FileNotFoundError:
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
@@ -96,9 +113,11 @@ def _claim(path: Path) -> None:
             pass  # another process was first
         finally:
             draft.unlink()
-        status = path.stat()
+        status = look()
     if status.st_uid != os.geteuid():
-        raise PermissionError(f"it belongs to user {status.st_uid}")
+        raise PermissionError(f"{path.name!r} belongs to user {status.st_uid}")
+    if stat.S_ISLNK(status.st_mode):
+        raise PermissionError(f"{path.name!r} is a link")
     if stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) & 0o077:
         path.chmod(0o600)
 
@@ -111,6 +130,7 @@ def _identify(connection: sqlite3.Connection, path: Path, kind: str, schema: str
         known, empty = _header(connection)
         connection.execute("COMMIT")
         if empty:
+            connection.execute("PRAGMA journal_mode = TRUNCATE")  # which leaves what is beside it
             connection.execute("BEGIN IMMEDIATE")
             known, empty = _header(connection)
             if empty:
