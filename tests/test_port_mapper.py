@@ -71,6 +71,38 @@ def test_a_client_reads_what_is_published_before_it_asks_and_after() -> None:
         assert mapper.published() == {"rpc/2": "4002"}
 
 
+@contextmanager
+def forging(reply: bytes, pause: float = 0.0) -> Iterator[tuple[PortMapperClient, threading.Event]]:
+    """A client of a server that takes its time for each byte, and whether that has sent all."""
+    theirs, ours = socket.socketpair()
+    done, stop = threading.Event(), threading.Event()
+
+    def send() -> None:
+        with theirs:
+            for byte in reply:
+                theirs.sendall(bytes([byte]))
+                stop.wait(pause)
+        done.set()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with closing(PortMapperClient(ours)) as client:
+        yield client, done
+        stop.set()
+        thread.join()
+
+
+def test_who_sends_byte_by_byte_does_not_delay_the_deadline() -> None:
+    with forging(bytes(200), pause=0.1) as (client, done):
+        assert client.read("rpc/1", Deadline.after(0.3)) is None
+        assert not done.is_set()
+
+
+def test_a_line_that_is_cut_off_tells_no_port() -> None:
+    with forging(GREETING + b"rpc/1=400") as (client, _):
+        assert read(client, "rpc/1") is None
+
+
 def test_a_client_learns_that_it_ends() -> None:
     with serving() as (mapper, address), asking(address) as first, asking(address) as second:
         assert first.read("rpc/1", Deadline.after(0.05)) is None, "it has not ended yet"

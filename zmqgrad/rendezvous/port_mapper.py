@@ -158,7 +158,7 @@ class PortMapperClient:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lines = connection.makefile("rb")
+        self._received = b""  # less than a line
 
     def read(self, key: str, deadline: Deadline) -> str | None:
         """Wait for the value of ``key``. None if the connection ends first, or ``deadline`` passes."""
@@ -176,16 +176,20 @@ class PortMapperClient:
     def _read_lines(self, deadline: Deadline) -> Iterator[bytes]:
         try:
             while not deadline.passed():
+                line, newline, rest = self._received.partition(b"\n")
+                if newline:
+                    self._received = rest
+                    yield line
+                    continue
                 timeout = deadline.timeout()
                 self._connection.settimeout(None if timeout is None else max(0.001, timeout))
-                line = self._lines.readline(_MAX_LINE)
-                if not line:
+                data = self._connection.recv(_MAX_LINE)
+                if not data or len(line) > _MAX_LINE:
                     return
-                yield line
+                self._received += data
         except OSError:
             return  # reset, or timed out
 
     def close(self) -> None:
         """Disconnect."""
-        self._lines.close()
         self._connection.close()
