@@ -353,6 +353,22 @@ def test_descriptors_arrive_in_order_before_what_needs_them(site: Site, files: F
     assert [content(accepted.descriptors.popleft()) for _ in range(20)] == [b"%d" % n for n in range(20)]
 
 
+def test_a_packet_with_two_descriptors_breaks_the_connection(
+    site: Site, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It looks much as if this process had no descriptor left, which would pass."""
+    connection = site.ready()
+    (accepted,) = site.accepted
+    two = [files.offer(n).make()[1] for n in range(2)]
+    connection._socket.send(ANNOUNCEMENT)
+    socket.send_fds(connection._socket, [b"both"], two)
+    for fd in two:
+        os.close(fd)
+    site.read()
+    assert site.ends == [accepted]
+    assert "no more file descriptors" not in caplog.text
+
+
 def test_descriptors_wait_with_their_packets(site: Site, files: Files) -> None:
     connection = site.connect()
     for n in range(3):

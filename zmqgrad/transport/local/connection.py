@@ -271,6 +271,8 @@ class LocalConnection:
             _, fds, dropped = self._receive_with_descriptors(flags | socket.MSG_PEEK)
             for fd in fds:
                 os.close(fd)
+            if dropped and fds:
+                raise OSError(errno.EBADMSG, "a packet with more than one descriptor")
             if dropped:
                 raise OSError(errno.EMFILE, "no file descriptor is left for shared memory")
             packet, fds, _ = self._receive_with_descriptors(flags)
