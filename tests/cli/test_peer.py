@@ -175,9 +175,18 @@ def test_the_port_of_a_listener_is_in_use() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"[]\n", b"x\n", b'{"answer": 1}\n', b"{}\n", b'{"answer": ""}\n{"read": -1}\n']
+    "line",
+    [
+        b"[]\n",
+        b"x\n",
+        b'{"answer": 1}\n',
+        b"{}\n",
+        b'{"answer": ""}\n{"read": -1}\n',
+        b"[" * 4000 + b"\n",
+        b'{"answer": ""}\n{"read": Infinity, "write": 0}\n',
+    ],
 )
-def test_a_listener_survives_malformed_requests(line: bytes) -> None:
+def test_a_listener_survives_malformed_requests(line: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     with listener() as port:
         attempt = connect("127.0.0.1", port)
         assert attempt.stream is not None
@@ -186,6 +195,7 @@ def test_a_listener_survives_malformed_requests(line: bytes) -> None:
             while stream.recv(4096):
                 pass
         assert by_name(peer_checks("127.0.0.1", port))["bandwidth"] is Status.OK
+    assert not capfd.readouterr().err
 
 
 # ---- between hosts ---------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from zmqgrad.cli.peer_connection import (
     path_mtu,
     read_greeting,
 )
-from zmqgrad.cli.peer_listener import MAX_BYTES, plain
+from zmqgrad.cli.peer_listener import MALFORMED, MAX_BYTES, plain
 from zmqgrad.errors import ConfigurationError, StoreTimeoutError, ZmqgradError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import Store, TCPStore
@@ -151,7 +151,7 @@ def _examine(
         if greeting.kind == "listener":
             with Peer(stream, greeting.hello, keys) as peer:
                 return _listener(peer, address, port, keys, own)
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, *MALFORMED) as e:
         outcome = outcome_of(e) if isinstance(e, OSError) else Outcome.FAILED
         advice = _ADVICE[Outcome.RESET if outcome is Outcome.FAILED else outcome].format(host=host, port=port)
         return [Check("server", Status.BAD, f"accepts connections, and then: {e}", advice)]

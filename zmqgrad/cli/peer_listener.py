@@ -31,6 +31,9 @@ CONNECT_BACK_SECONDS = 3.5
 MAX_BYTES = 256 << 20
 """Most bytes that one line may request in each direction."""
 
+MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""What handling a line raises that is none of ours."""
+
 _MAX_LINE_BYTES = 4096
 _POLL_SECONDS = 0.05
 """How soon :meth:`PeerListener.close` is noticed. Clients are served immediately."""
@@ -96,7 +99,7 @@ class _Handler(socketserver.BaseRequestHandler):
         try:
             with stream.makefile("rb", buffering=0) as lines:
                 self._serve(stream, lines)  # type: ignore[arg-type]
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, *MALFORMED) as e:
             logger.info("%s: %s", plain(self.client_address[0]), e)
 
     def _serve(self, stream: socket.socket, lines: BinaryIO) -> None:
