@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given
 
 from zmqgrad.errors import TraceError
-from zmqgrad.trace import events, log
+from zmqgrad.trace import Job, events, log
 from zmqgrad.trace.events import ActorStopped, MessageSent, NameDeclared, ProcessInfo, RequestFinished, tag_of
 
 INFO = ProcessInfo("host", 42, 1_700_000_000_000_000_000, 5_000_000_000, "clock", "job")
@@ -36,6 +37,16 @@ def test_a_tuple_that_begins_with_the_tag_is_read_as_the_struct(tmp_path: Path) 
     row = (tag_of(MessageSent), 2, 1, 1, 0x102, 3, 1 << 48, 0, 7, 100, 0)
     with log.LogReader(write(tmp_path / "a.zgtrace", [row])) as reader:
         assert list(reader) == [EVENTS[1]]
+
+
+def test_what_is_no_text_is_escaped(tmp_path: Path) -> None:
+    path = os.fsdecode(b"caf\xe9")
+    info = msgspec.structs.replace(INFO, program=f"train.py {path} \u00e9")
+    with log.LogReader(
+        write(tmp_path / "a.zgtrace", [EVENTS[0], (tag_of(NameDeclared), 1, 8, path)], info=info)
+    ) as reader:
+        assert reader.info.program == r"train.py caf\udce9 é"
+        assert list(reader) == [EVENTS[0], NameDeclared(1, 8, r"caf\udce9")]
 
 
 def test_tags_of_events_have_no_gaps() -> None:
@@ -99,6 +110,14 @@ def test_a_named_pipe_is_refused_instead_of_waiting_for_its_writer(tmp_path: Pat
     os.mkfifo(tmp_path / "a.zgtrace")
     with pytest.raises(TraceError, match="no regular file"):
         log.LogReader(tmp_path / "a.zgtrace")
+
+
+def test_a_link_to_nothing_hides_no_other_log(tmp_path: Path) -> None:
+    log_path = write(tmp_path / "a.zgtrace", EVENTS)
+    for name, target in (("b", "b"), ("c", "nothing")):
+        (tmp_path / f"{name}.zgtrace").symlink_to(f"{target}.zgtrace")
+    assert log_path in log.find_logs(tmp_path)
+    assert len(Job(tmp_path).unreadable) == 2
 
 
 def test_a_directory_without_logs_is_an_error_that_names_the_remedy(tmp_path: Path) -> None:

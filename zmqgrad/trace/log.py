@@ -37,7 +37,7 @@ MAX_RECORD_BYTES = 64 << 20
 _PREFIX = struct.Struct("!8sI")
 _SIZE = struct.Struct("!I")
 
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 _decode_info = msgspec.msgpack.Decoder(ProcessInfo).decode
 _decode_packed = msgspec.msgpack.Decoder(list[decoded()]).decode  # type: ignore[misc]
 
@@ -60,6 +60,22 @@ def header(info: ProcessInfo) -> bytes:
 def record(events: Sequence[Any]) -> bytes:
     """A record of events: structs, or tuples that begin with their tag."""
     return _record(encode(events))
+
+
+def encode(value: object) -> bytes:
+    """As msgpack; characters that UTF-8 does not have (those of a path that is no text) are escaped."""
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        return _encode(_escaped(msgspec.to_builtins(value)))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(each) for key, each in value.items()}
+    return [_escaped(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _record(data: bytes) -> bytes:
@@ -193,7 +209,7 @@ def find_logs(directory: Path | str) -> list[Path]:
     path = Path(directory)
     try:
         found = [each for each in path.iterdir() if each.suffix == SUFFIX]
-        found.sort(key=lambda each: (each.stat().st_mtime_ns, each.name))
+        found.sort(key=lambda each: (_changed(each), each.name))
     except NotADirectoryError as e:
         raise TraceError(f"{path} is a file: pass the directory of the logs, {path.parent}") from e
     except OSError as e:
@@ -206,3 +222,10 @@ def find_logs(directory: Path | str) -> list[Path]:
             f"no trace logs (*{SUFFIX}) in {path}: was the job started with ZMQGRAD_TRACE={path}?"
         )
     return found
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # it was removed, or is a link to nothing: who opens it is told
+        return 0
