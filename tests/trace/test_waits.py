@@ -184,6 +184,25 @@ def test_a_call_that_no_thread_waits_for_is_open_too(tmp_path: Path) -> None:
     assert (wait.is_blocking, wait.function, wait.duration(9 * SECOND)) == (False, "m:f", 8 * SECOND)
 
 
+def test_a_call_to_a_worker_that_was_lost_lasted_until_then(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    waits_for(a, b, 1, SECOND, 2 * SECOND)
+    a.message(True, SECOND, CALL, 1, 2, 1)  # no thread waits for its reply
+    b.message(False, SECOND + MS, CALL, 0, 2, 1)
+    b.add(events.RequestStarted, SECOND + MS, 0, 2)
+    a.add(events.PeerLost, 2 * SECOND, 1, "its process has ended")
+    a.add(events.RendezvousStep, 60 * SECOND, 1, "later", 0, 0)
+    finish(a, b)
+    waits = find_waits(Job(tmp_path))
+    assert [(w.is_blocking, w.duration(waits.now), w.failed) for w in waits.failed] == [
+        (True, SECOND, True),
+        (False, SECOND, True),
+    ]
+    assert not waits.open
+    assert all(locate(w, waits).startswith("w1 has run it for 99") for w in waits.failed)
+    assert not [f for f in find(Job(tmp_path)) if f.kind in ("open wait", "failed wait")]
+
+
 def test_a_backward_pass_waits_for_the_workers_that_have_not_finished(tmp_path: Path) -> None:
     a, b, c = workers(tmp_path, 3)
     backward = int(MessageType.BACKWARD_AUTOGRAD_REQ)

@@ -41,8 +41,8 @@ def headline(wait: Wait, waits: Waits) -> str:
     if wait.context and wait.call is None:
         return f"{who} {took} for a backward pass{until}"
     if not wait.is_blocking:
-        who, took = actor_label(wait.waiter), f"has no reply for {show_time(wait.duration(waits.now))}"
-        return f"{who} {took} from {peer}: {wait.function}"
+        had = f"{'has' if wait.until is None else 'had'} no reply for {show_time(wait.duration(waits.now))}"
+        return f"{actor_label(wait.waiter)} {had} from {peer}: {wait.function}"
     return f"{who} {took} for {peer}{until}: {wait.function}"
 
 
