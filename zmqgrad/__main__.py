@@ -6,6 +6,7 @@ Loads only the module of the requested command, so that the launcher starts fast
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
+    if sys.stdout is None:  # whoever started us closed it: what is opened next must not take its place
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         replaces_torch_rpc()
         code = module(arguments.command).execute(arguments)
