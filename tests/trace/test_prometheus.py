@@ -9,8 +9,10 @@ from urllib.request import urlopen
 import pytest
 import torch
 
+from tests.support.waiting import eventually
 from zmqgrad import autograd, rpc
 from zmqgrad.errors import TraceError
+from zmqgrad.rpc.membership.membership import LEFT
 from zmqgrad.testing import cluster
 from zmqgrad.trace import Job, record
 
@@ -71,6 +73,15 @@ def test_failures_are_counted(registry: CollectorRegistry) -> None:
             rpc.rpc_sync("worker1", refuse)
         rpc.rpc_sync("worker1", double, args=(torch.ones(1),))  # after it, the first has surely finished
     assert value(registry, "zmqgrad_requests_failed_total", worker="worker1") == 1
+
+
+def test_a_worker_that_leaves_is_not_lost(registry: CollectorRegistry) -> None:
+    with cluster(3) as made:
+        worker = made.workers[0]
+        worker.lose(1, LEFT)
+        worker.lose(2, "its process has ended")
+        eventually(lambda: worker.lost.keys() == {1, 2})
+        eventually(lambda: value(registry, "zmqgrad_peers_lost_total", worker="worker0") == 1)
 
 
 def test_a_trace_is_recorded_beside_the_counters(tmp_path: Path) -> None:

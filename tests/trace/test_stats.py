@@ -112,6 +112,18 @@ def test_tables_have_a_row_for_each_name(tmp_path: Path, capsys: pytest.CaptureF
     assert "read in part" in shown.err
 
 
+def test_the_log_of_a_worker_that_was_killed_has_no_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = two(tmp_path, 1, skew=0, clock="boot")
+    a.add(events.ActorStopped, 60 * 10**9)
+    for each in a, b:
+        each.write()
+    assert run("stats", tmp_path) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[-1].strip() for line in shown[2:4]] == ["whole", "no end"]
+
+
 def test_names_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = Writer(tmp_path, 0)
     a.rows.append((tag_of(events.NameDeclared), 0, 2, "\x1b]0;owned\x07\x9b2J"))

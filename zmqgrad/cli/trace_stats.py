@@ -68,8 +68,8 @@ def _process_cells(row: ProcessRow) -> Sequence[str]:
     if row.clock_jumps:
         bound += f", wall clock set {row.clock_jumps} times"
     name, host = printable(row.name), printable(row.host)
-    damage = "damaged" if row.damage else "whole"
-    return (name, host, str(row.pid), str(row.events), str(row.dropped), bound, damage)
+    state = "damaged" if row.damage else "whole" if row.has_end else "no end"
+    return (name, host, str(row.pid), str(row.events), str(row.dropped), bound, state)
 
 
 def _print_rows(title: str, rows: Sequence[Row], limit: int) -> None:

@@ -22,7 +22,7 @@ from zmqgrad.rpc.client import Client
 from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.current import set_current_worker
 from zmqgrad.rpc.directory import Directory
-from zmqgrad.rpc.membership.membership import Membership
+from zmqgrad.rpc.membership.membership import LEFT, LEFT_AT_ONCE, Membership
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from zmqgrad.rpc.peer_contexts import PeerContexts
 from zmqgrad.rpc.relaying import Shelf
@@ -129,7 +129,7 @@ class Worker(WorkerCore):
         self.silent.pop(peer, None)
         logger.info("%s: %s (worker %d) is lost: %s", self.name, self.membership.name_of(peer), peer, reason)
         if self.tracer is not None:
-            self.tracer.peer_lost(peer, reason)
+            self.tracer.peer_lost(peer, reason, reason in (LEFT, LEFT_AT_ONCE))
         self.membership.mark_left(peer)  # first: who is told by a call may look who is left
         self.client.on_peer_lost(peer)
         self.server.in_flight.lose(peer)

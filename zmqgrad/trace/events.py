@@ -384,7 +384,7 @@ class Usage(Event, frozen=True, tag=26):
 
 
 class PeerLost(Event, frozen=True, tag=27):
-    """``actor`` declared worker ``peer`` lost, for ``reason``."""
+    """``actor`` declared worker ``peer`` lost, for ``reason``; or it left, which ``reason`` says then."""
 
     thread: int
     actor: int

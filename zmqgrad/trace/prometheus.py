@@ -136,11 +136,11 @@ class _CountingTracer:
             self._failed.inc()
         self._inner.request_finished(peer, message_id, failed)
 
-    def peer_lost(self, peer: int, reason: str) -> None:
-        self._lost.inc()
+    def peer_lost(self, peer: int, reason: str, left: bool = False) -> None:
+        self._lost.inc(not left)
         for key in [key for key in list(self._queued) if key[0] == peer]:
             self._queued.discard(key)
-        self._inner.peer_lost(peer, reason)
+        self._inner.peer_lost(peer, reason, left)
 
     def close(self) -> None:
         self._queued.clear()

@@ -60,6 +60,8 @@ class ProcessRow(msgspec.Struct):
     events: int
     dropped: int
     damage: str
+    has_end: bool
+    """Whether its log ends with a shutdown, or still grows; False: it was cut, or its process killed."""
     clock_bound: int | None
     clock_jumps: int
 
@@ -161,5 +163,6 @@ def _rows(groups: Mapping[str, _Group]) -> list[Row]:
 def _process_row(job: Job, process: Process) -> ProcessRow:
     bound = max(job.bound(process, process.first), job.bound(process, process.last))
     limit, jumps, info = round(bound) if math.isfinite(bound) else None, len(process.jumps), process.info
-    counts = (process.events, process.dropped)
-    return ProcessRow(process_label(process), info.host, info.pid, *counts, process.damage, limit, jumps)
+    counts, has_end = (process.events, process.dropped), process.has_end or process.is_live
+    label = process_label(process)
+    return ProcessRow(label, info.host, info.pid, *counts, process.damage, has_end, limit, jumps)

@@ -233,7 +233,7 @@ class Tracer:
     def watch_usage(self, measure: Callable[[], Usage]) -> None:
         self._recorder.measures[self._actor] = weakref.WeakMethod(measure)
 
-    def peer_lost(self, peer: int, reason: str) -> None:
+    def peer_lost(self, peer: int, reason: str, left: bool = False) -> None:
         self._add(events.PeerLost, peer, reason[:MAX_NAME_CHARACTERS])
 
     def request_stacks(self) -> None:

@@ -175,8 +175,8 @@ class Tracer(Protocol):
     def watch_usage(self, measure: Callable[[], Usage]) -> None:
         """Calls ``measure``, a method, about once a second until :meth:`close`. It must not raise."""
 
-    def peer_lost(self, peer: int, reason: str) -> None:
-        """A peer was declared lost."""
+    def peer_lost(self, peer: int, reason: str, left: bool = False) -> None:
+        """A peer was declared lost, or ``left`` the group; what was requested of it fails."""
 
     def request_stacks(self) -> None:
         """Asks all processes of the trace to record the stacks of their threads."""

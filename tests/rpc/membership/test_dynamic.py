@@ -28,8 +28,9 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rpc.current import current_worker, reset_current_worker, set_current_worker
 from zmqgrad.rpc.membership import dynamic, registry
-from zmqgrad.rpc.membership.dynamic import LEFT, DynamicGroup
+from zmqgrad.rpc.membership.dynamic import DynamicGroup
 from zmqgrad.rpc.membership.group import make_worker
+from zmqgrad.rpc.membership.membership import LEFT
 from zmqgrad.rpc.membership.registry import Registry, allocate_id
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions

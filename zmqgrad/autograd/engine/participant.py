@@ -19,7 +19,7 @@ from zmqgrad.autograd.engine.step import BackwardStep
 from zmqgrad.autograd.engine.termination import TerminationDetector
 from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.errors import AutogradError, ClosedError, RpcError, TransportError
-from zmqgrad.rpc.membership.group import LEFT, LEFT_AT_ONCE
+from zmqgrad.rpc.membership.membership import LEFT, LEFT_AT_ONCE
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import check_may_wait
 from zmqgrad.transport.base import Frame, Inbound

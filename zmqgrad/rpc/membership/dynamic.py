@@ -15,8 +15,9 @@ import threading
 
 from zmqgrad.errors import RpcTimeoutError, StoreError
 from zmqgrad.rpc.membership.descriptors import reserve_descriptors
-from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, LEFT, LEFT_AT_ONCE, Group
+from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
 from zmqgrad.rpc.membership.lookup import Lookup
+from zmqgrad.rpc.membership.membership import LEFT, LEFT_AT_ONCE
 from zmqgrad.rpc.membership.registry import IsAlive, is_alive
 from zmqgrad.rpc.membership.shutdown import LOG_INTERVAL_SECONDS, drain
 from zmqgrad.rpc.membership.suspicion import Suspicions

@@ -20,7 +20,7 @@ import torch
 from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError, ZmqgradError
 from zmqgrad.rpc.devices import published
 from zmqgrad.rpc.hooks import EXTENSIONS, install_extension
-from zmqgrad.rpc.membership.membership import Membership
+from zmqgrad.rpc.membership.membership import LEFT, LEFT_AT_ONCE, Membership
 from zmqgrad.rpc.membership.registry import Registry
 from zmqgrad.rpc.membership.worker_info import WorkerRecord, program_fingerprint, wait_for_exit
 from zmqgrad.rpc.options import RpcBackendOptions
@@ -42,9 +42,6 @@ JOIN_PARTS = 5
 
 HURRIED_JOIN_TIMEOUT_SECONDS = 1.0
 """The same while an exception is propagating or the interpreter exits."""
-
-LEFT = "it has left the group"
-LEFT_AT_ONCE = "it has left the group without finishing its calls"
 
 EXIT_GRACE_SECONDS = 3.0
 """How long the process of a failed program may take to end after it closed its sockets."""

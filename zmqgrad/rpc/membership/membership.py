@@ -13,7 +13,10 @@ from zmqgrad.errors import NotInitializedError, RpcTimeoutError, UnknownWorkerEr
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.runtime.clock import Deadline
 
-__all__ = ["Membership", "WorkerInfo", "WorkerRecord"]
+__all__ = ["LEFT", "LEFT_AT_ONCE", "Membership", "WorkerInfo", "WorkerRecord"]
+
+LEFT = "it has left the group"
+LEFT_AT_ONCE = "it has left the group without finishing its calls"
 
 
 class Membership:

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from zmqgrad import rpc
-from zmqgrad.rpc.membership.group import LEFT, LEFT_AT_ONCE
+from zmqgrad.rpc.membership.membership import LEFT, LEFT_AT_ONCE
 from zmqgrad.testing.simulation.programs import PATIENCE, Job, executed, make, operations, outcomes
 
 LIVES, STEPS = 2, 4

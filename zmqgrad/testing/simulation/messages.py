@@ -105,7 +105,7 @@ class _Tracer:
     def request_described(self, message_id: int, function: str, *rest: object) -> None:
         self._log.name_function(self._who, message_id, function)
 
-    def peer_lost(self, peer: int, reason: str) -> None:
+    def peer_lost(self, peer: int, reason: str, left: bool = False) -> None:
         self._log.add(_Line(self._log.now(), self._who, "lost", peer, reason))
 
     def locate(self, peer: int, message_id: int, context: int = 0) -> str:
