@@ -27,12 +27,15 @@ class Writer:
         skew: int = 0,
         clock: str = "",
         job: str = "j",
+        launcher: str = "",
         incarnation: int = 0,
         wall: int = 50 * SECOND,
     ) -> None:
         self.rank, self.skew = rank, skew
         self.incarnation = incarnation or 1000 + rank
-        info = events.ProcessInfo(f"h{rank}", 100 + rank, wall + skew, skew, clock, program="train.py")
+        info = events.ProcessInfo(
+            f"h{rank}", 100 + rank, wall + skew, skew, clock, launcher, program="train.py"
+        )
         self.path = directory / f"w{rank}-{self.incarnation}.zgtrace"
         self.path.write_bytes(log.header(info))
         self.rows: list[tuple[object, ...]] = [

@@ -203,6 +203,25 @@ def test_a_call_to_a_worker_that_was_lost_lasted_until_then(tmp_path: Path) -> N
     assert not [f for f in find(Job(tmp_path)) if f.kind in ("open wait", "failed wait")]
 
 
+def test_a_worker_that_was_killed_and_started_again_waits_no_more(tmp_path: Path) -> None:
+    a, b = (Writer(tmp_path, rank, clock="boot", launcher="l") for rank in range(2))
+    waits_for(a, b, 1, SECOND, arrives=False)
+    c, d = (
+        Writer(tmp_path, rank, clock="boot", launcher="l", job="k", incarnation=2000 + rank)
+        for rank in range(2)
+    )
+    for each, time in (a, 2), (b, 2), (c, 60), (d, 60):
+        each.rows.append((tag_of(events.ClockSample), time * SECOND, (50 + time) * SECOND))
+    for each in c, d:
+        each.rows.append((tag_of(events.ActorStopped), 60 * SECOND, 1))
+    finish(a, b, c, d)
+    waits = find_waits(job := Job(tmp_path))
+    assert [(w.until, w.duration(waits.now), w.failed) for w in waits.failed] == [(2 * SECOND, SECOND, True)]
+    assert [locate(w, waits) for w in waits.failed] == ["w1 has not received it, as far as its log shows"]
+    assert not waits.open
+    assert not [f for f in find(job) if f.severity is Severity.PROBLEM]
+
+
 def test_a_backward_pass_waits_for_the_workers_that_have_not_finished(tmp_path: Path) -> None:
     a, b, c = workers(tmp_path, 3)
     backward = int(MessageType.BACKWARD_AUTOGRAD_REQ)

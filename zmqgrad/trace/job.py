@@ -208,6 +208,13 @@ class Job:
         """The time up to which the log of ``process`` tells what it did; infinite if it has its end."""
         return math.inf if process.has_end else min(self.cut, self.time(process, process.last))
 
+    def worker(self, job: str, rank: int) -> Actor | None:
+        """The worker of this rank in the group ``job``, as its actors name it; None if it left no log.
+
+        Where a launcher has restarted the workers, each round is a group of its own.
+        """
+        return self._by_rank.get((job, rank))
+
     # ---- reading ----------------------------------------------------------------------------------------
 
     def actors(self) -> list[Actor]:
@@ -243,7 +250,7 @@ class Job:
         """Sets the worker at the other end of a message of which one end was recorded, if it left a log."""
         known = message.source or message.target
         if known is not None and known.role is Role.WORKER and not (message.source and message.target):
-            other = self._by_rank.get((known.job, message.peer))
+            other = self.worker(known.job, message.peer)
             message.source, message.target = message.source or other, message.target or other
 
     def _merged(self) -> Iterator[Entry]:

@@ -61,7 +61,6 @@ class Timeline:
         """The time of the job at which the timeline begins."""
         self.pids = _numbers(job)
         """Numbers of the processes in the timeline."""
-        self._workers = {actor.rank: actor for actor in job.workers()}
 
     def events(self) -> Iterator[Event]:
         """Yields all events, in no order."""
@@ -150,18 +149,18 @@ class Timeline:
 
     def _bytes_in_flight(self) -> Iterator[Event]:
         """By sender; of messages between workers whose logs are both here."""
-        flying: defaultdict[int, int] = defaultdict(int)
+        flying: defaultdict[Actor, int] = defaultdict(int)
         for time, _, actor, event in self.job.events():
             if actor is None or actor.role is not Role.WORKER or event.__class__ not in _MESSAGES:
                 continue
             assert isinstance(event, MessageEvent)
-            if event.peer not in self._workers or not event.size:
+            peer = self.job.worker(actor.job, event.peer)
+            if peer is None or not event.size:
                 continue
             outgoing = event.__class__ is MessageSent
-            rank = actor.rank if outgoing else event.peer
-            flying[rank] += event.size if outgoing else -event.size
-            sender = actor if outgoing else self._workers[rank]
-            shown = max(0, flying[rank])  # a receive may be read just before its send
+            sender = actor if outgoing else peer
+            flying[sender] += event.size if outgoing else -event.size
+            shown = max(0, flying[sender])  # a receive may be read just before its send
             yield self.at("C", f"{sender.name} bytes in flight", sender, time, args={"bytes": shown})
 
     # ---- calls ------------------------------------------------------------------------------------------
@@ -247,7 +246,7 @@ class Timeline:
         assert actor is not None
         args: Args
         if isinstance(event, WaitBegun):
-            peer = worker_label(self._workers.get(event.peer), event.peer)
+            peer = worker_label(self.job.worker(actor.job, event.peer), event.peer)
             of_pass = (actor, event.thread, False, event.message_id) in begun
             title = f"wait for {'the backward pass' if of_pass else peer}"
             category, args = "wait", {"request": event.message_id}

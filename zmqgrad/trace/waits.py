@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from zmqgrad.trace.events import Interrupted, PassStarted, PeerLost, Role, StackDumped, WaitBegun, WaitEnded
-from zmqgrad.trace.job import Job
+from zmqgrad.trace.job import STALLED_NANOSECONDS, Job
 from zmqgrad.trace.kinds import BACKWARD, ONE_WAY, REPEATED
 from zmqgrad.trace.model import Actor, Call, Process, Stamped
 
@@ -166,12 +166,15 @@ def find_waits(job: Job, now: int | None = None, reader: Reader | None = None) -
     known = [w for w in found.open if id(w) not in answered and w.since <= found.now]
     found.open = list(_expand(known, backward, found.passes))
     found.failed = list(_expand(found.failed, backward, found.passes))
-    workers = {worker.rank: worker for worker in job.workers()}
     for each in [*found.stuck(), *found.ended]:
         each.context = found.passes.get((each.waiter, each.message_id), 0)
         if each.target is None and each.waiter.role is Role.WORKER:
-            each.target = workers.get(each.rank)
-    found.open.sort(key=lambda w: w.since)
+            each.target = job.worker(each.waiter.job, each.rank)
+    for wait in found.open:
+        if _has_died(wait.waiter.process, job, found.now):
+            wait.until, wait.failed = int(job.known_until(wait.waiter.process)), True
+    found.failed += [wait for wait in found.open if wait.failed]
+    found.open = sorted((wait for wait in found.open if not wait.failed), key=lambda w: w.since)
     return found
 
 
@@ -218,6 +221,12 @@ def _read_events(job: Job, reader: Reader) -> Waits:
     found.failed = list(failed)
     found.ended = [wait for *_, wait in sorted(ended, reverse=True)]
     return found
+
+
+def _has_died(process: Process, job: Job, now: int) -> bool:
+    """Whether ``process`` was killed long before ``now``: one that records writes samples of its clock."""
+    is_silent = now - job.known_until(process) > STALLED_NANOSECONDS
+    return is_silent and bool(process.samples) and not process.is_live
 
 
 def _is_handled(call: Call) -> bool:

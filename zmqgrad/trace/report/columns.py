@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zmqgrad.trace.events import Role
 from zmqgrad.trace.kinds import REPEATED
 from zmqgrad.trace.model import Actor, Message
 from zmqgrad.wire.messages import REQUEST, RESPONSE
@@ -44,15 +43,10 @@ class Actors:
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.all = list(actors)
         self._numbers = {id(actor): i for i, actor in enumerate(self.all)}
-        self._ranks = {a.rank: i for i, a in enumerate(self.all) if a.role is Role.WORKER}
 
     def number(self, actor: Actor | None) -> int:
         """The number of ``actor``; -1: unknown."""
         return self._numbers.get(id(actor), NO_ROW) if actor is not None else NO_ROW
-
-    def worker(self, rank: int) -> int:
-        """The number of the worker with this rank; -1: it left no log."""
-        return self._ranks.get(rank, NO_ROW)
 
 
 class Messages:

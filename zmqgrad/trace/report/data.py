@@ -110,13 +110,13 @@ class Report:
         }
 
     def _wait_columns(self) -> dict[str, array[int]]:
-        waits, now = self.activity.waits, self._waits.now
+        waits, now, worker = self.activity.waits, self._waits.now, self._job.worker
         requests, threads = self.messages.requests, self.messages.threads
         return {
             "waitBegun": self._ticks(w.since for w in waits),
             "waitTime": array("I", [min(w.duration(now) // self._tick, MAX_UINT32) for w in waits]),
             "waitActor": array("h", [self.actors.number(w.waiter) for w in waits]),
-            "waitPeer": array("h", [self.actors.worker(w.rank) for w in waits]),
+            "waitPeer": array("h", [self.actors.number(worker(w.waiter.job, w.rank)) for w in waits]),
             "waitState": array("B", [OPEN if w.until is None else int(w.failed) for w in waits]),
             "waitRow": array(
                 "i", [requests.get((w.waiter.incarnation, w.message_id), NO_ROW) for w in waits]
@@ -219,13 +219,20 @@ class Report:
             yield self._context(context)
 
     def _context(self, context: Context) -> dict[str, Any]:
-        number, worker, tick = self.actors.number, self.actors.worker, self._tick_of
+        number, worker, tick = self.actors.number, self._job.worker, self._tick_of
         unused, rows = {send.id for send in context.unused()}, self.activity.send_rows
         groups = sorted(context.groups, key=lambda g: g.began)
         return {
             "id": show_id(context.number),
             "sends": [
-                (show_id(s.id), number(s.actor), worker(s.peer), rows[s.id], tick(s.time), s.id in unused)
+                (
+                    show_id(s.id),
+                    number(s.actor),
+                    number(worker(s.actor.job, s.peer)),
+                    rows[s.id],
+                    tick(s.time),
+                    s.id in unused,
+                )
                 for s in context.sends.values()
             ],
             "groups": [
