@@ -13,6 +13,7 @@ from zmqgrad.trace.cycles import find_cycles
 from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.findings import Severity, find
 from zmqgrad.trace.places import locate
+from zmqgrad.trace.sequence import context_diagram
 from zmqgrad.trace.waits import Wait, Waits, find_waits
 from zmqgrad.wire.messages import MessageType
 
@@ -276,6 +277,23 @@ def test_a_worker_with_all_requests_is_hot_only_if_they_pile_up(tmp_path: Path) 
         finish(*everybody)
         # Long queues are a finding of their own.
         assert {kind: w for kind, w in kinds(directory).items() if kind != "queueing"} == found
+
+
+def test_contexts_of_one_number_in_two_groups_are_two(tmp_path: Path) -> None:
+    for number, (job, send) in enumerate((("j", 10), ("k", 11))):
+        worker = Writer(tmp_path, 0, clock="boot", launcher="l", job=job, incarnation=1000 + number)
+        at = (1 + 10 * number) * SECOND
+        worker.message(True, at, int(MessageType.FORWARD_AUTOGRAD_REQ), 1, 7, 1)
+        worker.add(events.SendRecorded, at, 5, send, 1, 7, False)
+        if job == "k":  # only there a backward pass begins
+            worker.add(events.PassStarted, at, 5, 6)
+            worker.add(events.GroupExecuted, at, 5, 6, MS, (send,), ())
+            worker.add(events.PassFinished, at + SECOND, 5, 6, False)
+        worker.rows.append((tag_of(events.ActorStopped), at + SECOND, 1))
+        worker.write()
+    job = Job(tmp_path)
+    assert not [f for f in find(job) if f.kind == "unused arguments"]
+    assert context_diagram(job, 5).title == "autograd context 0.5: 1 workers, 1 sends"
 
 
 def test_only_sends_that_no_pass_reached_are_unused(tmp_path: Path) -> None:

@@ -47,8 +47,9 @@ class Pass(msgspec.Struct):
 
 
 class Context(msgspec.Struct):
-    """One context; what is in it in the order of recording."""
+    """One context; what is in it in the order of recording. Each group of workers has its own numbers."""
 
+    job: str
     number: int
     workers: dict[int, str] = {}
     """The names of those that take part, by their ranks."""
@@ -65,10 +66,10 @@ class Context(msgspec.Struct):
 
 
 class Contexts:
-    """Collects all contexts from the events of a job: ``all``, in the order of their first events."""
+    """Collects the contexts from the events of a job: ``all``, by group, in the order of first events."""
 
     def __init__(self, events: Iterable[Stamped] = ()) -> None:
-        self.all: dict[int, Context] = {}
+        self.all: dict[tuple[str, int], Context] = {}
         for stamped in events:
             self.add(stamped)
 
@@ -77,9 +78,10 @@ class Contexts:
         time, _, actor, event = stamped
         if actor is None or not isinstance(event, _OF_CONTEXTS):
             return
-        context = self.all.get(event.context)
+        key = actor.job, event.context
+        context = self.all.get(key)
         if context is None:
-            context = self.all[event.context] = Context(event.context)
+            context = self.all[key] = Context(*key)
         context.workers[actor.rank] = actor.name
         if isinstance(event, SendRecorded):
             number = event.autograd_id

@@ -75,24 +75,24 @@ def context_diagram(job: Job, number: int | None = None) -> Diagram:
     """The messages and backward passes of one distributed autograd context, and which sends went unused.
 
     Args:
-        number: which context; None: the last one with a backward pass.
+        number: which context, of the last group that has it; None: the last one with a backward pass.
 
     Raises:
         TraceError: if the trace does not have it.
     """
-    found = Contexts(job.events()).all
+    found = list(Contexts(job.events()).all.values())[::-1]
     if not found:
         raise TraceError(f"{job.directory} has no autograd contexts: the job used no autograd.context()")
     if number is None:
-        number = next((each for each in reversed(found) if found[each].passes), next(reversed(found)))
-    context = found.get(number)
+        number = next((each for each in found if each.passes), found[0]).number
+    context = next((each for each in found if each.number == number), None)
     if context is None:
         raise TraceError(f"{job.directory} has no autograd context {show_id(number)}; --list shows all")
     unused = {send.id for send in context.unused()}
     sends = {(send.message_id, send.is_reply): send for send in context.sends.values()}
     steps = []
     for line in recorded(job.messages()):
-        if line.message.context == number:
+        if _is_in(context, line.message):
             step = _message_step(line.message)
             send = sends.get((line.message.message_id, step.reply))
             if send is not None:
@@ -102,13 +102,18 @@ def context_diagram(job: Job, number: int | None = None) -> Diagram:
         steps += _pass_steps(each, context)
     count = f"{len(context.workers)} workers, {len(sends)} sends"
     calls = job.calls() if unused else ()
-    functions = {c.request.message_id: c.function for c in calls if c.request.context == number}
+    functions = {c.request.message_id: c.function for c in calls if _is_in(context, c.request)}
     names = [
         f"{show_id(s.id)} ({'result' if s.is_reply else 'arguments'} of {functions.get(s.message_id)})"
         for s in context.unused()
     ]
     more = f", {len(unused)} unused: {', '.join(names)}" if unused else ""
     return _diagram(f"autograd context {show_id(number)}: {count}{more}", steps)
+
+
+def _is_in(context: Context, message: Message) -> bool:
+    worker = message.source or message.target
+    return message.context == context.number and worker is not None and worker.job == context.job
 
 
 def round_diagram(job: Job, number: int) -> Diagram:

@@ -223,6 +223,12 @@ def _read_events(job: Job, reader: Reader) -> Waits:
     return found
 
 
+def _is_of(call: Call, job: str) -> bool:
+    """Whether ``call`` is one of the group ``job``: each group counts its contexts anew."""
+    worker = call.request.source or call.request.target
+    return worker is not None and worker.job == job
+
+
 def _has_died(process: Process, job: Job, now: int) -> bool:
     """Whether ``process`` was killed long before ``now``: one that records writes samples of its clock."""
     is_silent = now - job.known_until(process) > STALLED_NANOSECONDS
@@ -259,7 +265,9 @@ def _expand(
     """Replaces the wait for a backward pass by one for each of its requests that is not finished."""
     for wait in waits:
         context = passes.get((wait.waiter, wait.message_id), 0)
-        needed = [c for c in backward if c.request.context == context and context]
+        needed = [
+            c for c in backward if c.request.context == context and context and _is_of(c, wait.waiter.job)
+        ]
         if not needed:
             yield wait
         for call in needed:

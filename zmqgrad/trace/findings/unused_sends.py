@@ -11,7 +11,10 @@ from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import ends, size
 from zmqgrad.trace.model import Actor, Call, Stamped
 
-_Key = tuple[int, int, int]
+_Context = tuple[str, int]
+"""The group of its workers, and its number, which another group may have as well."""
+
+_Key = tuple[_Context, int, int]
 """The context, the request and the caller of the call whose arguments or result were sent."""
 
 
@@ -22,7 +25,7 @@ class Sends:
         self._job = job
         self._open: dict[tuple[Actor, int], tuple[int, SendRecorded]] = {}
         self._missing: dict[tuple[Actor, int], tuple[int, ...]] = {}
-        self.ended: dict[int, tuple[int, PassFinished]] = {}
+        self.ended: dict[_Context, tuple[int, PassFinished]] = {}
 
     def add(self, stamped: Stamped) -> None:
         """Adds the event ``stamped``."""
@@ -43,7 +46,7 @@ class Sends:
                     self._open.pop(key, None)
                     self._missing.pop(key, None)
         elif isinstance(event, PassFinished):
-            self.ended[event.context] = stamped.time, event
+            self.ended[actor.job, event.context] = stamped.time, event
 
     def unused(self) -> Iterator[tuple[Actor, SendRecorded, tuple[int, ...]]]:
         """Yields the sends that lack gradients in a context in which a backward pass has ended.
@@ -52,7 +55,7 @@ class Sends:
         one that dropped events.
         """
         for (actor, number), (time, send) in self._open.items():
-            end, _ = self.ended.get(send.context, (0, None))
+            end, _ = self.ended.get((actor.job, send.context), (0, None))
             if time < end <= self._job.known_until(actor.process):
                 yield actor, send, self._missing.get((actor, number), ())
 
@@ -65,10 +68,11 @@ def unused_sends(job: Job, sends: Sends) -> Iterator[Finding]:
     results: dict[_Key, tuple[int, ...]] = {}
     arguments: set[_Key] = set()
     for actor, send, missing in unused:
+        context = actor.job, send.context
         if send.is_reply:
-            results[send.context, send.message_id, send.peer] = missing
+            results[context, send.message_id, send.peer] = missing
         elif not missing:
-            arguments.add((send.context, send.message_id, actor.rank))
+            arguments.add((context, send.message_id, actor.rank))
     calls, totals = _calls_of(job, {*results, *arguments}, sends.ended)
     found: defaultdict[tuple[str, bool, tuple[int, ...]], list[_Key]] = defaultdict(list)
     for key, missing in results.items():
@@ -117,16 +121,17 @@ def _which(missing: tuple[int, ...]) -> str:
 
 
 def _calls_of(
-    job: Job, wanted: Collection[_Key], contexts: Collection[int]
+    job: Job, wanted: Collection[_Key], contexts: Collection[_Context]
 ) -> tuple[dict[_Key, Call], Counter[str]]:
     """The calls that are wanted, and how many there are in ``contexts``, by function."""
     found: dict[_Key, Call] = {}
     totals: Counter[str] = Counter()
     for call in job.calls():
         request = call.request
-        if request.context in contexts and request.source is not None and call.function:
+        source = request.source
+        if source is not None and (source.job, request.context) in contexts and call.function:
             totals[_function(call)] += 1
-            key = request.context, request.message_id, request.source.rank
+            key = (source.job, request.context), request.message_id, source.rank
             if key in wanted:
                 found[key] = call
     return found, totals

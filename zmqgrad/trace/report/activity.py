@@ -20,8 +20,8 @@ class Activity(Reader):
     def __init__(self, messages: Messages) -> None:
         self.waits: list[Wait] = []
         self.contexts = Contexts()
-        self.send_rows: dict[int, int] = {}
-        """The row of the message of each send of an autograd context."""
+        self.send_rows: dict[tuple[str, int], int] = {}
+        """The row of the message of each send of an autograd context, by the group of its worker."""
         self.stacks: deque[tuple[int, Process, StackDumped]] = deque(maxlen=MAX_STACKS)
         self._messages = messages
         self._incarnations: dict[tuple[int, int], int] = {}
@@ -35,7 +35,7 @@ class Activity(Reader):
         elif isinstance(event, PeerDeclared):
             self._incarnations[id(actor), event.peer] = event.incarnation
         elif isinstance(event, SendRecorded) and actor is not None:
-            self.send_rows[event.autograd_id] = self._row_of_send(actor, event)
+            self.send_rows[actor.job, event.autograd_id] = self._row_of_send(actor, event)
 
     def add_wait(self, wait: Wait) -> None:
         """Adds ``wait``."""

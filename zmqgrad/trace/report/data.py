@@ -229,7 +229,7 @@ class Report:
                     show_id(s.id),
                     number(s.actor),
                     number(worker(s.actor.job, s.peer)),
-                    rows[s.id],
+                    rows[context.job, s.id],
                     tick(s.time),
                     s.id in unused,
                 )
