@@ -6,6 +6,7 @@ Loads only the module of the requested command, so that the launcher starts fast
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _execute(arguments: argparse.Namespace) -> int:
     if sys.stdout is None:  # whoever started us closed it: what is opened next must not take its place
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    elif isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack what names are made of
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         replaces_torch_rpc()
         code = module(arguments.command).execute(arguments)

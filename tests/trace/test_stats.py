@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -134,6 +135,20 @@ def test_names_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.Captur
         shown = capsys.readouterr().out
         assert "owned" in shown
         assert not {"\x1b", "\x9b"} & set(shown)
+
+
+@pytest.mark.parametrize(("options", "shown"), [([], r"gr\xf6\u65e5"), (["--json"], r"gr\u00f6\u65e5")])
+def test_names_that_the_locale_lacks_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], shown: str
+) -> None:
+    a = Writer(tmp_path, 0)
+    a.rows.append((tag_of(events.NameDeclared), 0, 2, "gr\u00f6\u65e5"))
+    a.message(True, 1, 0x102, 1, 1, 2)
+    a.write()
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert run("stats", tmp_path, *options) == 0
+    assert shown in stdout.buffer.getvalue().decode()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -35,6 +36,7 @@ PROGRESS_NANOSECONDS = 5_000_000_000
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _CONTROL_IN_JSON = re.compile(r"[\x7f-\x9f]")
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
 
 
 def add_view_arguments(
@@ -220,10 +222,15 @@ def printable(text: str) -> str:
 
 
 def print_json(value: Any, indent: int = 0) -> None:
-    """Print ``value`` as JSON, for a terminal: JSON itself lets control characters from 0x7f on stand."""
+    """Print ``value`` as JSON, for a terminal: JSON itself lets control characters from 0x7f on stand.
+
+    What the encoding of stdout may lack is escaped as well.
+    """
     encoded = msgspec.json.encode(value)
     text = (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
-    print(_CONTROL_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
+    is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    escaped = _CONTROL_IN_JSON if is_unicode else _BEYOND_ASCII
+    print(escaped.sub(lambda match: json.dumps(match[0])[1:-1], text))
 
 
 def clock_text(wall: int) -> str:
