@@ -497,5 +497,6 @@ def test_large_contents_that_are_sent_again_are_a_finding(
     assert [f.title for f in find(Job(tmp_path))] == ([f"{name} {what}"] if title else [])
     for finding in find(Job(tmp_path)):
         assert finding.evidence["repeated_bytes"] == (count - 1) * 32 << 20
+        assert finding.detail.endswith("Changes through numpy or .data are not seen.")
     (slowest,) = [f for f in find(Job(tmp_path), notes=True) if f.kind == "slow call"]
     assert "1.0 ms to serialize and copy" in slowest.detail

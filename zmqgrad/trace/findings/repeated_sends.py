@@ -63,7 +63,8 @@ class RepeatedSends:
                 f"{'the result' if is_result else 'arguments'} of {function}",
                 f"To {most_common(peers)}. {size(wasted)} of it were there already; all of it took "
                 f"{show_time(sent.nanoseconds)} to serialize and copy. Publish it (rpc.publish), or keep it "
-                "where it is needed and pass a reference (rpc.remote).",
+                "where it is needed and pass a reference (rpc.remote). "
+                "Changes through numpy or .data are not seen.",
                 (sender.name, *peers),
                 sent.first.request.sent,
                 {"function": function, "bytes": total, "times": count, "repeated_bytes": wasted},
