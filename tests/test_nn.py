@@ -81,6 +81,35 @@ def make_scale() -> Scale:
     return Scale(2.0)
 
 
+class Scripted(torch.jit.ScriptModule):
+    """Compiled when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((2,), 3.0))
+
+    @torch.jit.script_method
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale ``x``."""
+        return x * self.factor
+
+
+class Static(nn.Module):
+    """Its forward has no ``self``."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        """Scale ``x``."""
+        return x * 3
+
+
+@pytest.mark.parametrize("module_cls", [Scripted, Static])
+def test_forward_need_not_be_a_function_with_self(trio: Cluster, module_cls: type[nn.Module]) -> None:
+    module = RemoteModule("worker1", module_cls)
+    assert module(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert "kwargs" in inspect.signature(module.forward).parameters
+
+
 def test_parameters_are_references(trio: Cluster) -> None:
     module = scale()
     reference = Scale(3.0, extra=1)

@@ -363,10 +363,11 @@ def _refuse_interface(interface: Any) -> None:
 
 
 def _signature_of(module_cls: Callable[..., nn.Module]) -> inspect.Signature | None:
-    """The signature of ``forward`` without ``self``; None if ``module_cls`` is not a module class."""
-    if not isinstance(module_cls, type) or not issubclass(module_cls, nn.Module):
+    """The signature of ``forward`` without ``self``; None if no class has it, or only TorchScript knows it."""
+    forward = inspect.getattr_static(module_cls, "forward", None) if isinstance(module_cls, type) else None
+    if not inspect.isfunction(forward) or not issubclass(module_cls, nn.Module):  # type: ignore[arg-type]
         return None
-    whole = inspect.signature(module_cls.forward)
+    whole = inspect.signature(forward)
     return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
