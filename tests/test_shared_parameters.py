@@ -480,6 +480,18 @@ def test_groups_are_added_and_changed_on_all_owners(c: Cluster, versions: bool) 
         optimizer.add_param_group({"params": [local[0]]})
 
 
+def test_options_are_set_by_any_method_of_a_dictionary(c: Cluster) -> None:
+    optimizer = sgd(*(rpc.remote(to, make_constant, (1,)) for to in (1, 2)), lr=1.0)
+    (group,) = optimizer.param_groups
+    group.update({"lr": 0.5}, momentum=0.9)
+    group |= {"weight_decay": 0.1}
+    assert group.setdefault("initial_lr", 2.0) == 2.0
+    assert group.setdefault("lr", 3.0) == 0.5
+    for local in optimizer.remote_optimizers:
+        options = local.rpc_sync().options()[0]
+        assert [options[n] for n in ("lr", "momentum", "weight_decay", "initial_lr")] == [0.5, 0.9, 0.1, 2.0]
+
+
 def make_constant(value: int) -> Tensor:
     return torch.nn.Parameter(torch.full((2,), float(value), dtype=torch.float64))
 

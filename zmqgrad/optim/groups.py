@@ -7,7 +7,7 @@ torch, which here runs on the owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ class ParamGroup(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         self._set_option(name, value)
         super().__setitem__(name, value)
+
+    # those of dict would set options here only
+    update = MutableMapping.update
+    setdefault = MutableMapping.setdefault
+
+    def __ior__(self, options: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> ParamGroup:  # type: ignore[override,misc]
+        self.update(options)
+        return self
 
 
 class RemoteParameters(torch.Tensor):

@@ -363,7 +363,7 @@ def _refuse_interface(interface: Any) -> None:
 
 
 def _signature_of(module_cls: Callable[..., nn.Module]) -> inspect.Signature | None:
-    """The signature of ``forward`` without ``self``; None if no class has it, or only TorchScript knows it."""
+    """The signature of ``forward`` without ``self``; None if only TorchScript knows it, for example."""
     forward = inspect.getattr_static(module_cls, "forward", None) if isinstance(module_cls, type) else None
     if not inspect.isfunction(forward) or not issubclass(module_cls, nn.Module):  # type: ignore[arg-type]
         return None
