@@ -279,6 +279,11 @@ BEHAVIOURS = (
         "Raises `ConfigurationError`.",
     ),
     Behaviour(
+        "`DistributedOptimizer` of `SGD` or `Adamax` without `lr`",
+        "0.01 and 0.001, which its functional optimizers have as defaults.",
+        "The defaults of the classes: 0.001 and 0.002.",
+    ),
+    Behaviour(
         "an exception of a remote function",
         "A `RuntimeError` with its name in the text, unless it is one of a few built-in classes.",
         "Its own class.",
