@@ -522,6 +522,59 @@ def test_concurrent_steps_on_shared_parameters_all_count(c: Cluster) -> None:
         torch.testing.assert_close(p.to_here().detach(), make(i).detach() - 20)
 
 
+class Meanwhile(torch.optim.SGD):
+    """In the middle of a step, another trainer uses the optimizer."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        Meanwhile.other.start()
+        Meanwhile.other.join(0.2)
+        super().step(closure)
+
+    other: threading.Thread
+
+
+USES: dict[str, Any] = {
+    "state_dict": lambda optimizer, _: optimizer.state_dict(),
+    "load_state_dict": lambda optimizer, state: optimizer.load_state_dict(state),
+    "add_param_group": lambda optimizer, _: optimizer.add_param_group({"params": rpc.remote(1, make, (1,))}),
+}
+
+
+@pytest.mark.parametrize("versions", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_what_others_do_with_an_optimizer_waits_for_its_step(c: Cluster, use: str, versions: bool) -> None:
+    p = rpc.remote(1, make, (0,))
+    optimizer = DistributedOptimizer(Meanwhile, [p], lr=1.0, momentum=0.9, versions=versions)
+    before, found = optimizer.state_dict(), []
+
+    def use_it() -> None:
+        with c.acting(0):
+            found.append(USES[use](optimizer, before))
+
+    Meanwhile.other = threading.Thread(target=use_it)
+    with context() as ctx:
+        backward(ctx, [p.to_here().sum()])
+        optimizer.step(ctx)
+    Meanwhile.other.join()
+    torch.testing.assert_close(p.to_here().detach(), make(0).detach() - 1)
+    assert len(found) == 1
+    after = optimizer.state_dict()["worker1"]["state"]
+    assert after == {} if use == "load_state_dict" else after[0]["momentum_buffer"].tolist() == [1.0] * 3
+    if use == "state_dict":
+        assert found[0]["worker1"]["state"].keys() == {0}
+
+
+def test_a_hook_of_a_step_may_save_the_state(c: Cluster) -> None:
+    p, saved = make(0), []
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(p)], lr=1.0, momentum=0.9)
+    local = optimizer.remote_optimizers[0].local_value()
+    local.optim.register_step_post_hook(lambda *_: saved.append(optimizer.state_dict()))
+    with context() as ctx:
+        backward(ctx, [p.sum()])
+        optimizer.step(ctx)
+    assert saved[0]["worker0"]["state"][0]["momentum_buffer"].tolist() == [1.0] * 3
+
+
 _kept: dict[int, list[rpc.RRef[Tensor]]] = {}
 
 

@@ -23,7 +23,9 @@ from zmqgrad.runtime.blocking import holding
 Group = dict[str, Any]
 """A parameter group: ``params``, and options for them."""
 
-_stepping = threading.Lock()  # several optimizers of this process may share parameters
+_stepping = threading.RLock()
+"""Held by what changes an optimizer or copies its state: several of this process may share parameters, and
+several trainers an optimizer. A hook of a step may ask for the state."""
 
 
 class Sharing(NamedTuple):
@@ -139,8 +141,9 @@ class LocalOptimizer:
 
     def add_param_group(self, group: Group) -> None:
         """Add a group of parameters of this worker, possibly an empty one."""
-        torch_internals.call(self.optimizer, "add_param_group", self._aliased(group))
-        self._let_go()
+        with holding(_stepping):
+            torch_internals.call(self.optimizer, "add_param_group", self._aliased(group))
+            self._let_go()
 
     def options(self) -> list[Group]:
         """Return the options of all groups."""
@@ -178,11 +181,13 @@ class LocalOptimizer:
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the state dictionary, whose tensors a local caller does not share either."""
-        return copy.deepcopy(torch_internals.call(self.optimizer, "state_dict"))
+        with holding(_stepping):
+            return copy.deepcopy(torch_internals.call(self.optimizer, "state_dict"))
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore a state."""
-        torch_internals.call(self.optimizer, "load_state_dict", copy.deepcopy(state))
+        with holding(_stepping):
+            torch_internals.call(self.optimizer, "load_state_dict", copy.deepcopy(state))
 
 
 def _alias(param: Any, counted: bool) -> Any:

@@ -94,7 +94,7 @@ def blocking_section() -> Any:
 
 
 @contextmanager
-def holding(lock: threading.Lock, timeout: float = -1.0) -> Iterator[bool]:
+def holding(lock: threading.Lock | threading.RLock, timeout: float = -1.0) -> Iterator[bool]:
     """Hold ``lock``, for which to wait counts as a wait. Yields whether it is held.
 
     Ctrl-C at any moment leaves it to other threads: the call of C that acquires it also notes it.
