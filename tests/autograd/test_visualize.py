@@ -56,3 +56,14 @@ def test_a_context_before_and_after_its_pass() -> None:
         groups = set(re.findall(r"(g\d+_\d+) \[shape=ellipse", drawing))
         assert groups == set(re.findall(r"-> (g\d+_\d+);", drawing))  # something leads to each
         assert drawing.count("{") == drawing.count("}")
+
+
+def test_a_context_that_has_lost_a_worker() -> None:
+    x = torch.ones(1, requires_grad=True)
+    with cluster(3) as c, context() as ctx:
+        rpc.rpc_sync(2, double, (rpc.rpc_sync(1, double, (x,)),))
+        c.workers[2].close()
+        c.workers[0].lose(2, "its process has ended")
+        shown = describe_context(ctx)
+        assert [line.split(":")[0] for line in shown.splitlines() if line[0] == "w"] == ["worker0", "worker1"]
+        assert draw_context(ctx).count("subgraph cluster_") == 2

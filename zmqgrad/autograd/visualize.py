@@ -11,7 +11,7 @@ from __future__ import annotations
 from zmqgrad.autograd.context import ActiveContext
 from zmqgrad.autograd.engine.executor import LocalPass, PassSnapshot
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.errors import AutogradError
+from zmqgrad.errors import AutogradError, PeerLostError
 from zmqgrad.rpc import rpc_sync
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.wire.ids import show_id
@@ -29,7 +29,9 @@ def _snapshot(context_id: int) -> tuple[PassSnapshot, set[int]]:
 
 
 def snapshots(context_id: int) -> list[PassSnapshot]:
-    """Return a snapshot for each worker, ordered by worker id, except those that have released the context.
+    """Return a snapshot for each worker, ordered by worker id.
+
+    Those that have released the context, or are gone, are left out.
 
     Raises:
         AutogradError: if the context is not known here.
@@ -50,14 +52,14 @@ def snapshots(context_id: int) -> list[PassSnapshot]:
                     if worker == own.worker
                     else rpc_sync(worker, _snapshot, (context_id,))
                 )
-            except AutogradError:
+            except (AutogradError, PeerLostError):
                 continue
             todo += peers
     return [found[worker] for worker in sorted(found)]
 
 
 def describe_context(context_id: int) -> str:
-    """Return the state of a context on all its workers as text.
+    """Return the state of a context on all its workers that are not gone, as text.
 
     Lists the entries and groups of each worker: what has arrived or run, and what waits for what.
 
