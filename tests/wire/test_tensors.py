@@ -359,6 +359,19 @@ def test_compressed_and_quantized() -> None:
     assert torch.equal(got.int_repr(), q.int_repr())
 
 
+@pytest.mark.filterwarnings("ignore")  # as above; torch.load, too
+@pytest.mark.parametrize("columns", [1, 3, 4])
+def test_quantized_to_less_than_a_byte(columns: int) -> None:
+    values, scales, zeros = torch.arange(2.0 * columns).view(2, columns), torch.ones(2), torch.zeros(2)
+    for dtype in (torch.quint4x2, torch.quint2x4):
+        q = torch.quantize_per_channel(values, scales, zeros, 0, dtype)
+        (got,) = travel(q)
+        assert (got.dtype, got.shape, got.qscheme()) == (dtype, q.shape, q.qscheme())
+        assert list(got.untyped_storage()) == list(q.untyped_storage())
+        with pytest.raises(PayloadError, match=r"its storage holds 0 bytes"):
+            encode_tensors([freed(q)], [])
+
+
 def test_meta() -> None:
     for t in (
         torch.empty(3, 4, device="meta").t(),

@@ -35,7 +35,7 @@ def materialized(t: torch.Tensor) -> torch.Tensor:
     """
     if t._is_zerotensor():
         return t.clone()
-    if not holds(t, extent(t) * t.itemsize):
+    if not holds(t, -(-extent(t) * t.itemsize // _PER_BYTE.get(t.dtype, 1))):
         held = t.untyped_storage().nbytes()
         if held and not t.data_ptr():
             raise PayloadError(
@@ -58,6 +58,9 @@ def check_parts(t: torch.Tensor) -> None:
     for part in _PARTS.get(t.layout, ()):
         materialized(getattr(t, part)())
 
+
+_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
+"""Elements that share a byte, by dtype. Torch begins each row in a byte of its own."""
 
 _PARTS = {
     torch.strided: ("detach",),
