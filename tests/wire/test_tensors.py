@@ -359,6 +359,17 @@ def test_compressed_and_quantized() -> None:
     assert torch.equal(got.int_repr(), q.int_repr())
 
 
+def test_of_a_storage_of_compressed_and_quantized_tensors_the_visible_part_is_sent() -> None:
+    column = torch.ones(100_000, 2)[:, 1][-2:]
+    sparse = torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([0, 1]), column, (2, 2))
+    (got,) = travel(sparse)
+    assert torch.equal(got.to_dense(), torch.eye(2))
+    q = _quantized().repeat(50_000)[-3:]
+    (other,) = travel(q)
+    assert torch.equal(other.int_repr(), q.int_repr())
+    assert max(sent_bytes(sparse), sent_bytes(q)) < 10_000
+
+
 @pytest.mark.filterwarnings("ignore")  # as above; torch.load, too
 @pytest.mark.parametrize("columns", [1, 3, 4])
 def test_quantized_to_less_than_a_byte(columns: int) -> None:

@@ -152,7 +152,6 @@ def _encode_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     if not t.is_cpu:
         raise NoDeviceMapping(t.device)
     if t.layout is not torch.strided or t.is_quantized:
-        check_parts(t)
         return _encode_opaque(t, out)
     plain = materialized(t.detach()).resolve_conj().resolve_neg()
     if _dense(plain):
@@ -180,8 +179,9 @@ def _encode_coo(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
 
 
 def _encode_opaque(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    whole = t.detach() if check_parts(t) else t.detach().clone()  # torch.save writes all of a storage
     file = io.BytesIO()
-    torch.save(t.detach(), file)
+    torch.save(whole, file)
     number = out.add_bytes(file.getvalue())
     return TensorDescriptor(
         NAMES[t.dtype],

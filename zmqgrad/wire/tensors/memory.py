@@ -49,14 +49,17 @@ def materialized(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def check_parts(t: torch.Tensor) -> None:
+def check_parts(t: torch.Tensor) -> bool:
     """Check the memory of a tensor that torch encodes or copies as a whole: sparse or quantized.
+
+    Returns:
+        Whether its storages hold no more than it shows.
 
     Raises:
         PayloadError: if a storage of ``t`` is too small.
     """
-    for part in _PARTS.get(t.layout, ()):
-        materialized(getattr(t, part)())
+    parts = [materialized(getattr(t, part)()) for part in _PARTS.get(t.layout, ())]
+    return all([part.untyped_storage().nbytes() <= part.nbytes for part in parts])
 
 
 _PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
