@@ -226,6 +226,49 @@ def fail_and_exit() -> None:
     raise Exits
 
 
+class Closed(Exception):
+    """Has no attributes for anybody."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Private(ValueError):
+    """Tells nobody its arguments."""
+
+    @property
+    def args(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("private")
+
+
+def fail_closed() -> None:
+    """Not even the traceback can be asked for."""
+    raise Closed
+
+
+def fail_privately() -> None:
+    """The arguments cannot be asked for."""
+    raise Private("so")
+
+
+class ExitsWhereItIsRead(Exception):
+    """Ends the thread that reads it, unless that is the one which has sent it, to see whether it can be."""
+
+    def __reduce__(self) -> Any:
+        return exit_in_other_thread, (threading.get_ident(),)
+
+
+def exit_in_other_thread(ident: int) -> Exception:
+    if threading.get_ident() != ident:
+        raise SystemExit
+    return ExitsWhereItIsRead()
+
+
+def fail_with_exit_where_it_is_read() -> None:
+    """Ends the caller."""
+    raise ExitsWhereItIsRead
+
+
 def fail_with_baggage() -> None:
     """Holds what cannot travel."""
     error = ValueError("with baggage")
@@ -314,11 +357,30 @@ def test_an_exception_without_a_text_keeps_its_type(pair: Cluster) -> None:
 
 
 def test_an_exception_that_ends_the_thread_which_sends_it_is_a_remote_error(pair: Cluster) -> None:
+    check_is_remote_error(fail_and_exit)
+
+
+def check_is_remote_error(function: Any) -> None:
     for ask in (
-        lambda: rpc.rpc_sync(1, fail_and_exit, timeout=20),
-        lambda: rpc.remote(1, fail_and_exit, timeout=20).to_here(timeout=20),
+        lambda: rpc.rpc_sync(1, function, timeout=20),
+        lambda: rpc.rpc_async(1, function, timeout=20).wait(),
+        lambda: rpc.remote(1, function, timeout=20).to_here(timeout=20),
     ):
-        with pytest.raises(RemoteError, match="in fail_and_exit"):
+        with pytest.raises(RemoteError, match=f"in {function.__name__}"):
+            ask()
+
+
+@pytest.mark.parametrize("function", [fail_closed, fail_with_exit_where_it_is_read])
+def test_an_exception_that_can_be_asked_for_nothing_or_read_nowhere_is_a_remote_error(
+    pair: Cluster, function: Any
+) -> None:
+    check_is_remote_error(function)
+
+
+def test_an_exception_whose_arguments_cannot_be_asked_for_keeps_its_type(pair: Cluster) -> None:
+    future = rpc.rpc_async(1, fail_privately)
+    for ask in (lambda: rpc.rpc_sync(1, fail_privately), future.wait, rpc.remote(1, fail_privately).to_here):
+        with pytest.raises(Private, match="in fail_privately"):
             ask()
 
 

@@ -103,7 +103,7 @@ def init_rpc(
         >>> rpc.shutdown()
     """
     global _group, _joining
-    check_name(name)
+    name = check_name(name)
     own = is_own(backend)
     options: Any = rpc_backend_options
     if options is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
+from types import TracebackType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -19,9 +20,21 @@ logger = logging.getLogger(__name__)
 MAX_CAUSES = 8
 """Length of the chain of causes that is copied: some chains are endless."""
 
-_ARGS, _CAUSE, _SUPPRESS = (
-    vars(BaseException)[name] for name in ("args", "__cause__", "__suppress_context__")
-)  # by which they can be set whatever ``__setattr__`` or properties the class of an error has
+_ARGS, _CAUSE, _SUPPRESS, _TRACEBACK = (
+    vars(BaseException)[name] for name in ("args", "__cause__", "__suppress_context__", "__traceback__")
+)  # by which they can be read and set whatever methods or properties the class of an error has
+
+
+def args_of(error: BaseException) -> tuple[Any, ...]:
+    """The arguments of ``error``, whatever its class says they are."""
+    args: tuple[Any, ...] = _ARGS.__get__(error)
+    return args
+
+
+def traceback_of(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error``, whatever its class says it is."""
+    trace: TracebackType | None = _TRACEBACK.__get__(error)
+    return trace
 
 
 def set_args(error: BaseException, args: tuple[Any, ...]) -> None:
@@ -42,7 +55,7 @@ class PickledException:
     """
 
     def __init__(self, error: BaseException) -> None:
-        self._kind, self._args, self._state = type(error), error.args, vars(error)
+        self._kind, self._args, self._state = type(error), args_of(error), vars(error)
 
     @staticmethod
     def fits(error: BaseException) -> bool:
@@ -68,7 +81,7 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
 
 
 def _copy_without_init(error: BaseException) -> BaseException:
-    return _rebuild(type(error), error.args, vars(error)) if PickledException.fits(error) else error
+    return _rebuild(type(error), args_of(error), vars(error)) if PickledException.fits(error) else error
 
 
 def copy_exception(error: BaseException, causes: int = MAX_CAUSES) -> Any:
@@ -76,10 +89,10 @@ def copy_exception(error: BaseException, causes: int = MAX_CAUSES) -> Any:
     copied = _copy(error)
     if type(copied) is not type(error):
         return error
-    set_args(copied, _ARGS.__get__(error))  # __init__ may have built a text, now for the second time
-    cause = error.__cause__
+    set_args(copied, args_of(error))  # __init__ may have built a text, now for the second time
+    cause = _CAUSE.__get__(error)
     set_cause(copied, None if cause is None or not causes else copy_exception(cause, causes - 1))
-    _SUPPRESS.__set__(copied, error.__suppress_context__)
+    _SUPPRESS.__set__(copied, _SUPPRESS.__get__(error))
     return copied
 
 
@@ -105,7 +118,7 @@ def error_of_callback(error: BaseException) -> RuntimeError:
         prefix = "Got the following error when running the callback"
         converted = RuntimeError(f"{prefix}: {type(error).__name__}: {_text(error)}")
         converted.__cause__ = error
-    trace = "".join(traceback.format_tb(error.__traceback__)[1:])
+    trace = "".join(traceback.format_tb(traceback_of(error))[1:])
     notes = vars(converted).get("__notes__")  # of the program: it may be anything
     kept = notes if isinstance(notes, list) else []
     vars(converted)["__notes__"] = [*kept, f"Raised in a callback:\n{trace}"]

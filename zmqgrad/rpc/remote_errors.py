@@ -16,7 +16,14 @@ from pathlib import Path
 import torch
 
 from zmqgrad.errors import RemoteError
-from zmqgrad.rpc.raising import PickledException, StrippedException, set_args, set_cause
+from zmqgrad.rpc.raising import (
+    PickledException,
+    StrippedException,
+    args_of,
+    set_args,
+    set_cause,
+    traceback_of,
+)
 from zmqgrad.rpc.serialization.pickler import dumps
 from zmqgrad.wire.messages import MAX_TEXT, ExceptionReply
 
@@ -62,10 +69,10 @@ def _show_trace(error: BaseException) -> str:
 
 def _from_user_code(error: BaseException) -> types.TracebackType | None:
     """The traceback from the first frame outside of this package; all of it if there is no such frame."""
-    shown = error.__traceback__
+    raised = shown = traceback_of(error)
     while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_PACKAGE_PATH):
         shown = shown.tb_next
-    return shown or error.__traceback__
+    return shown or raised
 
 
 def show_exception(error: BaseException) -> str:
@@ -107,7 +114,8 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
         )
     if type(error) is torch.jit.Error:
         return ScriptError(text)
-    has_text = all(isinstance(a, str) for a in error.args) and len(error.args) <= 1
+    args = args_of(error)
+    has_text = all(isinstance(a, str) for a in args) and len(args) <= 1
     if has_text and not isinstance(error, KeyError):  # its argument is a key, shown by repr
         set_args(error, (text,))
     # For exceptions whose text is not their only argument.
@@ -135,8 +143,10 @@ def _unpickled(reply: ExceptionReply) -> BaseException | None:
         return None
     try:
         error = pickle.loads(reply.pickled)
-    except Exception as e:
-        logger.debug("cannot rebuild %s here (%s): its text will do", reply.kind, e)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # SystemExit, too, must not end this process
+        logger.debug("cannot rebuild %s here (%s): its text will do", reply.kind, type(e).__name__)
         return None
     return error if isinstance(error, BaseException) else None
 

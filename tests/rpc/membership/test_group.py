@@ -511,6 +511,23 @@ def test_options_of_another_type(option: str, value: Any) -> None:
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
 
 
+class Text(str):
+    """As a numpy.str_ or a member of an enumeration."""
+
+    __str__ = str.__repr__
+
+
+@pytest.mark.parametrize("world_size", [1, None])
+def test_a_name_may_be_a_string_of_another_class(world_size: int | None) -> None:
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
+    rpc.init_rpc(Text("alone"), rank=0, world_size=world_size, rpc_backend_options=options)
+    try:
+        assert type(rpc.get_worker_info().name) is str
+        assert rpc.rpc_sync(Text("alone"), max, args=(1, 2)) == rpc.rpc_sync("alone", max, args=(1, 2)) == 2
+    finally:
+        rpc.shutdown()
+
+
 def test_names_are_ascii() -> None:
     with pytest.raises(WorkerNameError, match="Worker name must match"):
         rpc.init_rpc("w\u00f6rker", rank=0, world_size=1)

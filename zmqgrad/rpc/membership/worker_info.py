@@ -71,7 +71,9 @@ class WorkerRecord(msgspec.Struct, frozen=True):
 
 
 def check_name(name: object) -> str:
-    """Return ``name`` if it is a valid name for a worker.
+    """Return ``name`` as a plain string if it is a valid name for a worker.
+
+    Records hold no other kind of string, such as a member of an enumeration.
 
     Raises:
         WorkerNameError: if it is not.
@@ -83,7 +85,7 @@ def check_name(name: object) -> str:
             f"Worker name must match ^[A-Za-z0-9-_:.]*$, and must be non-empty and shorter than {MAX_NAME} "
             f"characters, not {name!r}"
         )
-    return name
+    return str.__str__(name)
 
 
 def check_names(names: Any, argument: str, of: str = "workers") -> list[str]:
