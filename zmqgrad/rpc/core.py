@@ -126,6 +126,15 @@ class WorkerCore(ABC):
             f"or forkserver"
         )
 
+    def check_process(self) -> None:
+        """Check that this process has the threads of this worker.
+
+        Raises:
+            NotInitializedError: if it is a fork.
+        """
+        if self.closed and self._pid != os.getpid():
+            raise self.closed_error()
+
     def close_in_fork(self) -> None:
         """Mark this worker closed in a forked child, which does not have its threads."""
         self.closed = True

@@ -48,11 +48,16 @@ class Endings:
 
     A future that is done calls back at once, in the thread that asks for it, and C++ only prints what a
     signal handler raises there, such as Ctrl-C. So it calls a function of C, in which no handler runs.
+
+    Raises:
+        NotInitializedError: if this process is a fork of the one that waits for a reply.
     """
 
     def __init__(self, futures: Iterable[Any]) -> None:
         self._ended: SimpleQueue[int] = SimpleQueue()
         for index, future in enumerate(futures):
+            if isinstance(future, RpcFuture):
+                future.check_process()
             # Not the method of RpcFuture, which would complete each future in a task of its own.
             CppFuture.add_done_callback(future, partial(self._ended.put, index))
 
@@ -320,9 +325,11 @@ class RpcFuture(PythonFuture[T]):
         Raises:
             RpcTimeoutError: if the call timed out.
             PeerLostError: if the callee is lost.
+            NotInitializedError: if this process is a fork of the caller, to which no reply comes.
             RpcError: if a finalizer calls this in a thread that must not wait.
             Exception: what the remote function raised, with its own type.
         """
+        self.check_process()
         # done() is torch's: true already for callbacks, which run while the future is being completed.
         reply = None if self.done() else self._reply
         if reply is not None:
@@ -346,6 +353,15 @@ class RpcFuture(PythonFuture[T]):
             return super().wait()
         value: T = CppFuture.wait(self)
         return value
+
+    def check_process(self) -> None:
+        """Check that the reply can arrive here.
+
+        Raises:
+            NotInitializedError: if this process is a fork of the caller.
+        """
+        if not self.done():
+            self._queue.check_process()
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback(self)`` when this is done, or at once if it is. What it raises is logged."""
@@ -371,6 +387,7 @@ class CompletionQueue:
         tracks_streams: whether replies may have tensors on devices, whose streams the waiting thread must
             synchronize with.
         tracer: returns what records waits; None: nothing does.
+        check_process: raises in a forked child.
     """
 
     def __init__(
@@ -380,8 +397,10 @@ class CompletionQueue:
         decode: Callable[[Promise[Inbound]], Any],
         tracks_streams: bool = False,
         tracer: Callable[[], Tracer | None] = lambda: None,
+        check_process: Callable[[], None] = lambda: None,
     ) -> None:
         self.tracer = tracer
+        self.check_process = check_process
         self.decode = decode
         self.tracks_streams = tracks_streams
         self._submit = submit

@@ -29,6 +29,7 @@ class ReplyDecoder:
             self._decode_reply,
             bool(worker.membership.own.device_maps),  # replies arrive on devices only by these maps
             lambda: worker.hooks.tracer,
+            worker.check_process,
         )
 
     def decode(self, inbound: Inbound) -> Any:

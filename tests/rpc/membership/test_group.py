@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -542,8 +543,19 @@ def test_other_invalid_arguments() -> None:
         rpc.shutdown(timeout=-3)
 
 
-def in_a_fork(options: RpcBackendOptions) -> str:
+gates: list[threading.Event] = []
+
+
+def wait_for_gate() -> None:
+    assert gates.pop().wait(30)
+
+
+def in_a_fork(options: RpcBackendOptions, pending: Any) -> str:
     """Use the parent's worker, then one of its own."""
+    signal.alarm(20)
+    for wait in (pending.wait, lambda: rpc.wait_all([pending]), lambda: next(rpc.as_completed([pending]))):
+        with pytest.raises(NotInitializedError, match="this process is a fork"):
+            wait()
     try:
         rpc.rpc_sync("parent", len, args=("abc",))
     except NotInitializedError as e:
@@ -561,11 +573,14 @@ def test_calls_in_a_fork_raise_and_the_fork_may_join_by_itself() -> None:
     own = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=10)
     rpc.init_rpc("parent", rank=0, world_size=1, rpc_backend_options=options)
     assert rpc.rpc_sync("parent", len, args=("abc",)) == 3
+    opened = threading.Event()
+    gates.append(opened)
+    pending = rpc.rpc_async("parent", wait_for_gate)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(writing, in_a_fork(own).encode())
+            os.write(writing, in_a_fork(own, pending).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -575,5 +590,6 @@ def test_calls_in_a_fork_raise_and_the_fork_may_join_by_itself() -> None:
     assert status == 0
     assert told.startswith(f"this process is a fork of process {os.getpid()}, in which worker parent runs")
     assert told.endswith("and then 4")
-    assert rpc.rpc_sync("parent", len, args=("abc",)) == 3
+    opened.set()
+    pending.wait()
     rpc.shutdown()
