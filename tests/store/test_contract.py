@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import _thread
+import copy
 import inspect
+import pickle
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -468,6 +470,20 @@ def test_a_closed_store_raises(store: Store, in_thread: Callable[..., Promise[An
 
 
 # ---- views ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refused", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_store_is_not_copied(store: Store, refused: Callable[[Store], object]) -> None:
+    store.set("k", "1")  # so that it has its descriptors
+    with pytest.raises(TypeError, match=r"cannot pickle or copy .* clone"):
+        refused(store)
+    assert store.get("k") == b"1"
+
+
+def test_a_watch_with_a_wrong_timeout_is_none(store: Store) -> None:
+    with pytest.raises(ConfigurationError, match="negative"):
+        store.watch("k", timeout=-1)
+    assert not store._registry.live_targets()
 
 
 def test_prefixed_views_share_only_the_underlying_store() -> None:

@@ -297,14 +297,26 @@ from zmqgrad.errors import StoreError
 from zmqgrad.store import TCPStore
 with TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as s:
     s.watch_key("k", lambda old, new: None)
+    s.set("cached", "1")
+    s.get_cached("cached")
+    s._registry._lock.acquire()  # as a thread of the store may hold it at the fork
     pid = os.fork()
     if not pid:
-        try:
-            s.set("k", "from the child")
-        except StoreError as e:
-            assert "in a fork of it" in str(e), e
-            s.close()
-            sys.exit(7)
+        calls = [
+            lambda: s.set("k", "from the child"),
+            lambda: s.get_cached("cached"),
+            lambda: s.watch_key("k", lambda old, new: None),
+        ]
+        for refused in calls:
+            try:
+                refused()
+            except StoreError as e:
+                assert "in a fork of it" in str(e), e
+            else:
+                os._exit(1)
+        s.close()
+        sys.exit(7)
+    s._registry._lock.release()
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), s.add("n", 1))
 """
     assert run_python(code) == "7 1\n"

@@ -12,6 +12,7 @@ import select
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 READ, WRITE = 1, 4
 """Event masks, the same for epoll and poll."""
@@ -98,6 +99,9 @@ class Wakeup:
                 pass
         except BlockingIOError:
             return  # another thread has cleared it
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Wakeup cannot be copied: its copy would close the descriptor, too")
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # `close` is bound as a default: while the interpreter ends, globals of modules become None.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from zmqgrad.errors import (
     ClosedError,
@@ -302,9 +302,8 @@ class Store(ABC):
         if (key is None) == (prefix is None):
             raise ConfigurationError("watch: pass either a key or a prefix")
         target: Target = as_key(key) if key is not None else Prefix(as_key(prefix or ""))
-        queue = EventQueue()
+        seconds, queue = None if timeout is None else seconds_of(timeout), EventQueue()
         self._watch(target, queue, present)
-        seconds = None if timeout is None else seconds_of(timeout)
         return Watch(target, seconds, queue, lambda: self._unwatch(target, queue))
 
     def get_cached(self, key: str) -> bytes:
@@ -379,6 +378,9 @@ class Store(ABC):
             raise StoreTimeoutError(
                 f"barrier timeout after {seconds:g} s, key {name!r}: {present} of {world_size} have arrived"
             ) from e
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"cannot pickle or copy {self!r}: open it again in the other process, or clone() it")
 
     def __enter__(self: S) -> S:
         return self

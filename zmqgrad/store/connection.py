@@ -212,6 +212,7 @@ class Connection:
 
     def _register(self, target: Target) -> Registration:
         """Watch ``target``. Each change after the returned state will be notified."""
+        self._client.check_not_forked()
         deadline = Deadline.after(self.timeout)
         topic = topic_of(target)
         while True:

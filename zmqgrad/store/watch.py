@@ -14,6 +14,7 @@ from functools import partial
 
 from zmqgrad.errors import ClosedError, StoreError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.thread_pool import Source, Task, ThreadPool
 from zmqgrad.store.events import EventBacklog, EventHandler, WatchEvent
@@ -94,6 +95,12 @@ class WatchRegistry:
         self._connection = 0  # number of disconnects; a registration is valid for one connection
         self._pool: ThreadPool | None = None
         self._timer: ServiceThread | None = None
+        in_forks(self, WatchRegistry.forget)
+
+    def forget(self) -> None:
+        """In a forked child: drop the watches, which threads of the parent serve."""
+        self._lock = threading.Lock()  # such a thread may have held it
+        self._targets, self._pool, self._timer = {}, None, None
 
     def add(self, target: Target, handler: EventHandler, *, present: bool = False) -> None:
         """Call ``handler`` for each change of ``target`` from now on. Blocks until the watch is registered.

@@ -107,12 +107,20 @@ class QueryClient:
         self._drop(channel)
         return reply
 
-    def _new_channel(self) -> QueryChannel:
+    def check_not_forked(self) -> None:
+        """Refuses to work in a forked child, before a lock is taken that a thread of the parent may hold.
+
+        Raises:
+            ClosedError: if this process is one.
+        """
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"{self.name}, connected to {self.address}, belongs to process {self._pid} and cannot be "
                 f"used in a fork of it: start processes by spawn or forkserver, or connect in the child"
             )
+
+    def _new_channel(self) -> QueryChannel:
+        self.check_not_forked()
         with self._lock:
             self._check_open()
             channel = QueryChannel(
