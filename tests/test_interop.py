@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import barrier
 
 from tests.support.processes import run_processes
 from tools.ports import free_port
@@ -95,6 +96,22 @@ def test_timeouts_set_by_torch_reach_our_store(ours: TorchStore) -> None:
     assert ours.underlying.timeout == timedelta(milliseconds=10)
     with pytest.raises(TimeoutError, match=r"0\.02 s"):
         view.wait(["none"], timedelta(milliseconds=20))
+
+
+@pytest.mark.slow
+def test_errors_are_those_that_torch_catches(ours: TorchStore) -> None:
+    soon = timedelta(milliseconds=1)
+    for missing in (lambda: ours.wait(["k"], soon), lambda: dist.PrefixStore("view", ours).wait(["k"], soon)):
+        with pytest.raises(dist.DistStoreError) as timeout:
+            missing()
+        assert isinstance(timeout.value, StoreTimeoutError)
+    ours.set("k", "text")
+    with pytest.raises(dist.DistStoreError, match="no 64-bit number"):
+        ours.add("k", 1)
+    with pytest.raises(getattr(dist, "QueueEmptyError", dist.DistStoreError), match="queue is empty"):
+        ours.queue_pop("q", block=False)
+    with pytest.raises(dist.DistStoreError, match=r"missing_ranks=\[1\]"):
+        barrier(ours, 2, "job/", barrier_timeout=0.001, rank=0, rank_tracing_decoder=str, trace_timeout=0.001)
 
 
 def test_a_store_held_only_by_torch_stays_alive() -> None:
