@@ -322,6 +322,34 @@ with TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as s:
     assert run_python(code) == "7 1\n"
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_fork_has_a_hash_store_of_its_own() -> None:
+    code = """
+import os, threading, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+from zmqgrad.store import HashStore
+s = HashStore(20)
+s.set("k", "1")
+s.watch_key("k", lambda old, new: None)
+pop = threading.Thread(target=s.queue_pop, args=("q",))
+pop.start()
+while not s.statistics()["parked"]:
+    pass
+s._table.lock.acquire()  # as another thread may hold it at the fork
+pid = os.fork()
+if not pid:
+    s.queue_push("q", "the child's")
+    with s.watch("k", timeout=20) as changes:
+        s.set("k", "2")
+        os._exit(7 if next(changes).new == b"2" and s.queue_pop("q", block=False) else 1)
+s._table.lock.release()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), s.get("k"))
+s.queue_push("q", "")
+"""
+    assert run_python(code) == "7 b'1'\n"
+
+
 def test_a_store_that_became_garbage_is_closed() -> None:
     """Whether alone or in a cycle, which the collector finds at any line of any code."""
     port, before = free_port(), set(finalizer._open)  # some that the collector is to pass over

@@ -6,6 +6,7 @@ import threading
 from functools import partial
 
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.future import Promise
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.base import Store
@@ -26,6 +27,12 @@ class Table:
         self.state = State()
         self.registries: dict[WatchRegistry, None] = {}
         """Watch registries of the open stores."""
+        in_forks(self, Table.begin_anew)
+
+    def begin_anew(self) -> None:
+        """In a forked child: drop the lock and the blocked calls of threads of the parent."""
+        self.lock = threading.Lock()
+        self.state = State(self.state.contents)
 
     def carry_out(self, effects: list[Effect]) -> None:
         """Deliver replies and notifications. Called with the lock held."""
