@@ -6,10 +6,10 @@ torch refers only to the C++ part of a store. If the Python part were collected,
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed
 from torch.distributed import DistStoreError, distributed_c10d
@@ -20,8 +20,6 @@ from zmqgrad.store import Store
 CStore: Any = distributed_c10d.Store  # torch's stubs lack it
 
 _CQueueEmptyError: Any = getattr(torch.distributed, "QueueEmptyError", DistStoreError)  # since torch 2.8
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 _kept: set[TorchStore] = set()
 
@@ -38,21 +36,17 @@ class TorchQueueEmptyError(QueueEmptyError, _CQueueEmptyError):  # type: ignore[
     """As its bases."""
 
 
-def _with_errors_of_torch(call: _F) -> _F:
-    """``call``, whose errors are also those that torch's functions, and programs for its stores, catch."""
-
-    @functools.wraps(call)
-    def translated(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except StoreTimeoutError as e:
-            raise TorchStoreTimeoutError(*e.args) from e
-        except QueueEmptyError as e:
-            raise TorchQueueEmptyError(*e.args) from e
-        except StoreError as e:
-            raise TorchStoreError(*e.args) from e
-
-    return translated  # type: ignore[return-value]
+@contextlib.contextmanager
+def _errors_of_torch() -> Iterator[None]:
+    """Raise errors that are also those which torch's functions, and programs for its stores, catch."""
+    try:
+        yield
+    except StoreTimeoutError as e:
+        raise TorchStoreTimeoutError(*e.args) from e
+    except QueueEmptyError as e:
+        raise TorchQueueEmptyError(*e.args) from e
+    except StoreError as e:
+        raise TorchStoreError(*e.args) from e
 
 
 class TorchStore(CStore):  # type: ignore[misc]
@@ -86,75 +80,75 @@ class TorchStore(CStore):  # type: ignore[misc]
             self._timeout = timeout
         return self._store
 
-    @_with_errors_of_torch
     def set(self, key: str, value: str | bytes) -> None:
-        self._timed().set(key, value)
+        with _errors_of_torch():
+            self._timed().set(key, value)
 
-    @_with_errors_of_torch
     def get(self, key: str) -> bytes:
-        return self._timed().get(key)
+        with _errors_of_torch():
+            return self._timed().get(key)
 
-    @_with_errors_of_torch
     def add(self, key: str, value: int) -> int:
-        return self._timed().add(key, value)
+        with _errors_of_torch():
+            return self._timed().add(key, value)
 
-    @_with_errors_of_torch
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._timed().compare_set(key, expected_value, desired_value)
+        with _errors_of_torch():
+            return self._timed().compare_set(key, expected_value, desired_value)
 
-    @_with_errors_of_torch
     def check(self, keys: list[str]) -> bool:
-        return self._timed().check(keys)
+        with _errors_of_torch():
+            return self._timed().check(keys)
 
-    @_with_errors_of_torch
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._timed().wait(keys, timeout)
+        with _errors_of_torch():
+            self._timed().wait(keys, timeout)
 
-    @_with_errors_of_torch
     def append(self, key: str, value: str | bytes) -> None:
-        self._timed().append(key, value)
+        with _errors_of_torch():
+            self._timed().append(key, value)
 
-    @_with_errors_of_torch
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._timed().multi_get(keys)
+        with _errors_of_torch():
+            return self._timed().multi_get(keys)
 
-    @_with_errors_of_torch
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        self._timed().multi_set(keys, values)
+        with _errors_of_torch():
+            self._timed().multi_set(keys, values)
 
     def has_extended_api(self) -> bool:
         return self._store.has_extended_api()
 
-    @_with_errors_of_torch
     def num_keys(self) -> int:
-        return self._timed().num_keys()
+        with _errors_of_torch():
+            return self._timed().num_keys()
 
-    @_with_errors_of_torch
     def delete_key(self, key: str) -> bool:
-        return self._timed().delete_key(key)
+        with _errors_of_torch():
+            return self._timed().delete_key(key)
 
     getNumKeys = num_keys
     deleteKey = delete_key
 
-    @_with_errors_of_torch
     def queue_push(self, key: str, value: str | bytes) -> None:
-        self._timed().queue_push(key, value)
+        with _errors_of_torch():
+            self._timed().queue_push(key, value)
 
-    @_with_errors_of_torch
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        return self._timed().queue_pop(key, block)
+        with _errors_of_torch():
+            return self._timed().queue_pop(key, block)
 
-    @_with_errors_of_torch
     def queue_len(self, key: str) -> int:
-        return self._timed().queue_len(key)
+        with _errors_of_torch():
+            return self._timed().queue_len(key)
 
-    @_with_errors_of_torch
     def list_keys(self) -> list[str]:
-        return self._timed().list_keys()
+        with _errors_of_torch():
+            return self._timed().list_keys()
 
-    @_with_errors_of_torch
     def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
-        self._timed().barrier(key, world_size, timeout)
+        with _errors_of_torch():
+            self._timed().barrier(key, world_size, timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)

@@ -209,7 +209,7 @@ class Job:
         return math.inf if process.has_end else min(self.cut, self.time(process, process.last))
 
     def worker(self, job: str, rank: int) -> Actor | None:
-        """The worker of this rank in the group ``job``, as its actors name it; None if it left no log.
+        """The worker of ``rank`` in the group ``job``, as its actors name it; None if it left no log.
 
         Where a launcher has restarted the workers, each round is a group of its own.
         """
