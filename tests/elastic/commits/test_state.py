@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.waiting import eventually
 from zmqgrad.elastic import Sharded, State
 from zmqgrad.elastic.agent.ranks import Placement
 from zmqgrad.elastic.commits import state as state_module
@@ -446,6 +449,26 @@ class Ranks:
 
     def close(self) -> None:
         self._server.close()
+
+
+def test_an_agent_without_descriptors_serves_workers_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING")
+    server = CommitServer(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    worker = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        server.begin_round(Placement(0, 0, 1, 0, 1, 1, 0, 1, "", 0, 0), None)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        worker.connect(server.path)
+        eventually(lambda: "Too many open files" in caplog.text)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert AgentCommits(Place(0, 1, True), 0, server.path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        worker.close()
+        server.close()
 
 
 def test_files_that_ranks_have_saved_at_different_times_are_no_commit(

@@ -120,7 +120,7 @@ def write(directory: Path, number: int, rank: int, shards: int, origin: int, dat
         directory.mkdir(parents=True, exist_ok=True)
         _remove_partial(directory, rank)
         try:
-            with open(partial, "wb") as file:
+            with open(partial, "xb") as file:  # not through a link that somebody else has made
                 file.write(data)
                 file.write(trailer)
                 file.flush()

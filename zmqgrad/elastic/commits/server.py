@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 5.0
 
+RETRY_SECONDS = 1.0
+"""After which a connection that could not be accepted is tried again."""
+
 _NAME = "commits"
 
 _MAX_PATH_BYTES = 100
@@ -44,7 +47,7 @@ class CommitServer:
         self._store: Store | None = None
         self._connections: set[socket.socket] = set()
         self._connection_of: dict[int, socket.socket] = {}  # by rank, of this round
-        self._closed = False
+        self._closed = threading.Event()
         self._directory = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         self.path = str(directory / _NAME)
         if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
@@ -83,9 +86,9 @@ class CommitServer:
     def close(self) -> None:
         """Free the memory and end the threads. Idempotent."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
+            self._closed.set()
             for connection in self._connections:
                 _shut(connection)
             holder = self._holder
@@ -102,10 +105,14 @@ class CommitServer:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # it was closed
+            except OSError as e:
+                if self._closed.is_set():
+                    return
+                logger.warning("no worker can connect to commit: %s", e)
+                self._closed.wait(RETRY_SECONDS)  # nothing tells when there is a free descriptor again
+                continue
             with self._lock:
-                if self._closed or self._place is None:
+                if self._closed.is_set() or self._place is None:
                     connection.close()
                     continue
                 self._connections.add(connection)
