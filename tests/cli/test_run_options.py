@@ -20,11 +20,14 @@ from torch.distributed.elastic.multiprocessing.api import to_map
 from tests.support.interpreter import run_python
 from zmqgrad.cli import run_options
 from zmqgrad.elastic.launch_config import LaunchConfig, Streams
+from zmqgrad.environment import is_host
 from zmqgrad.errors import ConfigurationError
 
 SCRIPT = __file__
 
 words = st.text("abcxyz019.-_", min_size=1, max_size=8).filter(lambda word: not word.startswith("-"))
+hosts = words.filter(is_host)
+"""torchrun takes others, and fails later."""
 flags = {"--no-python", "--run-path", "--module", "-m"}
 
 
@@ -78,7 +81,7 @@ event_log_handlers = (  # torch 2.6 and older do not know this option
 shared = st.tuples(
     fixed | elastic,
     options("nproc-per-node", small | st.just("cpu")),
-    options("rdzv-endpoint", words.map(lambda host: f"{host}:29400")),
+    options("rdzv-endpoint", hosts.map(lambda host: f"{host}:29400")),
     options("rdzv-id", words),
     options("rdzv-conf", pairs),
     options("max-restarts", st.integers(0, 5).map(str)),
@@ -87,8 +90,8 @@ shared = st.tuples(
     options("role", words),
     options("redirects", streams),
     options("tee", streams),
-    options("local-addr", words),
-    options("master-addr", words),
+    options("local-addr", hosts),
+    options("master-addr", hosts),
     event_log_handlers,
     st.lists(st.sampled_from(sorted(flags)), max_size=1),
     st.permutations([["--log-dir", "logs"], ["--master-port", "1234"]]),
