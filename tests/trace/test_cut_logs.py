@@ -157,6 +157,25 @@ def test_functions_that_fail_often_are_a_finding(tmp_path: Path, failures: int, 
     assert titles == ([f"m:f failed in {failures} of 10 calls"] if found else [])
 
 
+def test_calls_that_time_out_have_failed(tmp_path: Path) -> None:
+    """Nobody need wait for them; the finding tells where they were. A lost peer is a finding of its own."""
+    a, b = workers(tmp_path, 2)
+    for i in range(4):
+        served(a, b, i + 1, SECOND + i * MS, SECOND)
+    for i in range(3):
+        a.add(events.CallFailed, SECOND + 50 * MS, 1, i + 1, "RpcTimeoutError")
+    a.message(True, SECOND, CALL, 1, 9, 1)
+    a.add(events.CallFailed, SECOND + 50 * MS, 1, 9, "RpcTimeoutError")
+    a.message(True, SECOND, CALL, 1, 10, 1)
+    a.add(events.CallFailed, 2 * SECOND, 1, 10, "PeerLostError")
+    finish(a, b)
+    (finding,) = [f for f in find(Job(tmp_path)) if f.kind == "failing calls"]
+    assert finding.title == "m:f failed in 4 of 6 calls"
+    assert finding.detail == "4 timed out: 3 while running, 1 before arriving. At w1 (4)."
+    (row,) = statistics(Job(tmp_path)).functions
+    assert (row.calls, row.failed, row.unanswered) == (6, 5, 0)
+
+
 PROGRAM = """
 import os, sys, threading, time
 from zmqgrad import rpc

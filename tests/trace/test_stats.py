@@ -6,15 +6,20 @@ import io
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import eventually
 from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
+from zmqgrad import rpc
 from zmqgrad.__main__ import main
 from zmqgrad.cli import trace_output
 from zmqgrad.cli.trace_output import table
-from zmqgrad.trace import Job, events
+from zmqgrad.errors import RpcTimeoutError
+from zmqgrad.testing import cluster
+from zmqgrad.trace import Job, events, record
 from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.stats import statistics
 
@@ -224,3 +229,25 @@ def test_a_table_keeps_to_the_width_of_the_terminal(
 def test_long_names_are_cut_before_numbers() -> None:
     lines = list(table(("function", "calls"), [("x" * 50, "123456")], 30))
     assert lines == ["function       calls", f"{'x' * 11}~  123456"]
+
+
+gates: list[threading.Event] = []
+
+
+def wait_for_gate() -> None:
+    assert gates[0].wait(30)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_call_that_timed_out_has_failed(tmp_path: Path, waits: bool) -> None:
+    gates.append(threading.Event())
+    with record(tmp_path), cluster(2):
+        future = rpc.rpc_async("worker1", wait_for_gate, timeout=0.05)
+        if waits:
+            with pytest.raises(RpcTimeoutError):
+                future.wait()
+        eventually(future.done)
+        gates[0].set()
+    gates.clear()
+    (row,) = [row for row in statistics(Job(tmp_path)).functions if "wait_for_gate" in row.name]
+    assert (row.calls, row.failed, row.unanswered) == (1, 1, 0)

@@ -191,7 +191,7 @@ def test_a_call_to_a_worker_that_was_lost_lasted_until_then(tmp_path: Path) -> N
     a.message(True, SECOND, CALL, 1, 2, 1)  # no thread waits for its reply
     b.message(False, SECOND + MS, CALL, 0, 2, 1)
     b.add(events.RequestStarted, SECOND + MS, 0, 2)
-    a.add(events.PeerLost, 2 * SECOND, 1, "its process has ended")
+    a.add(events.CallFailed, 2 * SECOND, 1, 2, "PeerLostError")
     a.add(events.RendezvousStep, 60 * SECOND, 1, "later", 0, 0)
     finish(a, b)
     waits = find_waits(Job(tmp_path))

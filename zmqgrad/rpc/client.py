@@ -583,6 +583,7 @@ class Client:
 
     def _fail(self, calls: list[PendingCall], make_error: Callable[[PendingCall], RpcError]) -> None:
         """End each of ``calls``, which are not pending any more, whatever fails for another one."""
+        tracer = self._hooks.tracer
         for call in calls:
             try:
                 error = make_error(call)
@@ -591,6 +592,8 @@ class Client:
                 error = RpcError(
                     f"a call to worker {call.peer} failed; telling how raised {type(e).__name__}"
                 )
+            if tracer is not None:
+                tracer.call_failed(call.peer, call.message_id, type(error).__name__)
             call.promise.set_exception(error)
 
 

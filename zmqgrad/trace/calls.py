@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from zmqgrad.trace.events import (
+    CallFailed,
     MessageEvent,
     PeerDeclared,
     RequestDescribed,
@@ -51,7 +52,7 @@ class Assembly:
         if isinstance(event, Serialized):
             source = declared.incarnations.get((event.actor, event.peer), 0) if event.is_reply else 0
             return self._happened((source or actor.incarnation, event.message_id), entry)
-        if isinstance(event, RequestDescribed):
+        if isinstance(event, (RequestDescribed, CallFailed)):
             return self._happened((actor.incarnation, event.message_id), entry)
         return ()
 
@@ -93,7 +94,7 @@ class Assembly:
 
 
 def _apply(call: Call, entry: Entry) -> None:
-    """Notes what happened to the request of ``call`` at the server. Its times never decrease."""
+    """Notes what happened to the request of ``call``. Its times at the server never decrease."""
     time, _, _, event = entry
     if isinstance(event, RequestStarted):
         call.started, call.thread = max(time, call.request.received or time), event.thread
@@ -104,3 +105,5 @@ def _apply(call: Call, entry: Entry) -> None:
         call.contents += [(event.is_reply, each) for each in event.contents]
     elif isinstance(event, RequestDescribed):
         call.function, call.arguments = call.function or tidy(event.function), event.arguments
+    elif isinstance(event, CallFailed):
+        call.given_up, call.error = time, event.error

@@ -392,6 +392,19 @@ class PeerLost(Event, frozen=True, tag=27):
     reason: str = ""
 
 
+class CallFailed(Event, frozen=True, tag=33):
+    """``actor`` gave up its request ``message_id`` to worker ``peer``: it raised ``error``, a class, itself.
+
+    The deadline has passed, or the peer was lost, or the worker has shut down.
+    """
+
+    thread: int
+    actor: int
+    peer: int
+    message_id: int
+    error: str
+
+
 @functools.cache
 def tag_of(kind: type[Event]) -> int:
     """The first element of the events of a kind."""

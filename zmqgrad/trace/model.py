@@ -160,6 +160,9 @@ class Call(msgspec.Struct, eq=False):
     finished: int | None = None
     thread: int = 0
     failed: bool = False
+    given_up: int | None = None
+    """When its caller got an error, of the class ``error``, without a reply: after a timeout, for example."""
+    error: str = ""
     function: str = ""
     arguments: str = ""
     serializing: int = 0
@@ -179,6 +182,11 @@ class Call(msgspec.Struct, eq=False):
 
     @property
     def has_failed(self) -> bool:
+        """Whether it raised at its caller."""
+        return self.given_up is not None or self.has_raised
+
+    @property
+    def has_raised(self) -> bool:
         """Whether the function raised, as its server recorded or its reply shows."""
         return self.failed or (self.reply is not None and self.reply.kind == MessageType.EXCEPTION)
 

@@ -171,7 +171,7 @@ def _is_stuck(call: Call, job: Job, before: int) -> bool:
     """Whether ``call`` was sent before this time and has no reply. At a barrier, workers wait for others."""
     request = call.request
     waits = request.kind not in ONE_WAY | REPEATED and not call.function.startswith(COLLECTIVES)
-    is_open = waits and not call.is_complete and not may_be_answered(call, job)
+    is_open = waits and not (call.is_complete or call.given_up) and not may_be_answered(call, job)
     return is_open and request.sent is not None and request.sent <= before
 
 
@@ -213,6 +213,8 @@ def _call_steps(call: Call) -> Iterable[Step]:
         yield Step(call.started, target, "", text, took, failed=call.failed)
     if call.reply is not None:
         yield _message_step(call.reply)
+    if call.given_up is not None:
+        yield Step(call.given_up, ends(call.request)[0], "", f"gets {call.error}", failed=True)
 
 
 # ---- steps -------------------------------------------------------------------------------------------------

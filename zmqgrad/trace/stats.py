@@ -95,7 +95,8 @@ class _Group:
     def add_call(self, call: Call) -> None:
         self.calls += 1
         self.failed += call.has_failed
-        self.unanswered += call.reply is None and call.request.kind not in ONE_WAY
+        is_open = call.reply is None and call.given_up is None
+        self.unanswered += is_open and call.request.kind not in ONE_WAY
         for part, value in zip(self.parts, parts(call), strict=True):
             if value is not None:
                 part.add(value)

@@ -236,6 +236,9 @@ class Tracer:
     def peer_lost(self, peer: int, reason: str, left: bool = False) -> None:
         self._add(events.PeerLost, peer, reason[:MAX_NAME_CHARACTERS])
 
+    def call_failed(self, peer: int, message_id: int, error: str) -> None:
+        self._add(events.CallFailed, peer, message_id, error)
+
     def request_stacks(self) -> None:
         try:
             stacks.request_stacks(self._recorder.directory)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from zmqgrad.trace.events import Interrupted, PassStarted, PeerLost, Role, StackDumped, WaitBegun, WaitEnded
+from zmqgrad.trace.events import Interrupted, PassStarted, Role, StackDumped, WaitBegun, WaitEnded
 from zmqgrad.trace.job import STALLED_NANOSECONDS, Job
 from zmqgrad.trace.kinds import BACKWARD, ONE_WAY, REPEATED
 from zmqgrad.trace.model import Actor, Call, Process, Stamped
@@ -76,8 +76,6 @@ class Waits(msgspec.Struct, eq=False):
     """The context of each backward pass that waits."""
     interrupted: int | None = None
     """When Ctrl-C ended the first wait."""
-    losses: dict[tuple[Actor, int], list[int]] = {}
-    """When each worker lost the worker of a rank: its calls to it failed then."""
 
     def was_interrupted(self, wait: Wait) -> bool:
         """Whether ``wait`` lasted until the job was interrupted."""
@@ -158,9 +156,10 @@ def find_waits(job: Job, now: int | None = None, reader: Reader | None = None) -
         if may_be_answered(call, job):
             answered.add(id(wait))
         elif not call.is_complete and request.sent is not None and request.kind not in ONE_WAY | REPEATED:
-            pending.append(call)
+            if call.given_up is None:
+                pending.append(call)
             if wait is None and source is not None:
-                wait = _open_call(source, call, found.losses)
+                wait = _open_call(source, call)
                 (found.failed if wait.failed else found.open).append(wait)
     found.open_calls = [*pending, *backward]
     known = [w for w in found.open if id(w) not in answered and w.since <= found.now]
@@ -200,8 +199,6 @@ def _read_events(job: Job, reader: Reader) -> Waits:
             continue
         if isinstance(event, PassStarted):
             found.passes[actor, event.pass_id] = event.context
-        elif isinstance(event, PeerLost):
-            found.losses.setdefault((actor, event.peer), []).append(time)
         elif isinstance(event, WaitBegun):
             key = actor, event.thread, event.message_id
             begun[key] = Wait(*key, event.peer, time)
@@ -249,13 +246,12 @@ def may_be_answered(call: Call, job: Job) -> bool:
     return job.known_until(source.process) - reply.sent < IN_FLIGHT_NANOSECONDS
 
 
-def _open_call(source: Actor, call: Call, losses: Mapping[tuple[Actor, int], Iterable[int]]) -> Wait:
+def _open_call(source: Actor, call: Call) -> Wait:
     request = call.request
     assert request.sent is not None
     wait = Wait(source, request.sender_thread, request.message_id, request.peer, request.sent)
     wait.is_blocking, wait.call, wait.target = False, call, request.target
-    wait.until = next((time for time in losses.get((source, request.peer), ()) if time >= wait.since), None)
-    wait.failed = wait.until is not None
+    wait.until, wait.failed = call.given_up, call.given_up is not None
     return wait
 
 

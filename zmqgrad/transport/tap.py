@@ -178,6 +178,9 @@ class Tracer(Protocol):
     def peer_lost(self, peer: int, reason: str, left: bool = False) -> None:
         """A peer was declared lost, or ``left`` the group; what was requested of it fails."""
 
+    def call_failed(self, peer: int, message_id: int, error: str) -> None:
+        """A request was given up without a reply; its caller gets an error of the class ``error``."""
+
     def request_stacks(self) -> None:
         """Asks all processes of the trace to record the stacks of their threads."""
 

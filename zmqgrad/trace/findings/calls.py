@@ -21,16 +21,35 @@ def failing_calls(load: Load) -> Iterator[Finding]:
         if len(failed) < FAILING_CALLS or len(failed) < count * FAILING_SHARE:
             continue
         places = Counter(ends(call.request)[1] for call in failed)
+        raised = sum(call.given_up is None for call in failed)
+        parts = [f"{raised} raised an exception, whose text the caller has"] if raised else []
+        stages = Counter(_stage(call) for call in failed if call.given_up is not None)
+        if stages:
+            parts.append(
+                f"{stages.total()} timed out: {', '.join(f'{n} {s}' for s, n in stages.most_common())}"
+            )
         yield Finding(
             "failing calls",
             Severity.WARNING,
             f"{function} failed in {len(failed)} of {counted(count, 'call')}",
-            f"It raised an exception at {most_common(places)}. The caller has its text.",
+            f"{'; '.join(parts)}. At {most_common(places)}.",
             tuple(places),
             failed[0].request.sent,
             {"function": function, "failed": len(failed), "calls": count},
             failed[0].request.key,
         )
+
+
+def _stage(call: Call) -> str:
+    """Where a call was when its caller gave it up."""
+    assert call.given_up is not None
+    if call.started is not None and call.started <= call.given_up:
+        if call.finished is None or call.finished > call.given_up:
+            return "while running"
+        return "before the reply arrived"
+    if call.request.received is not None and call.request.received <= call.given_up:
+        return "while waiting for a thread"
+    return "before arriving"
 
 
 def slow_calls(load: Load) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter, defaultdict
 from typing import TypeVar
 
+from zmqgrad.errors import RpcTimeoutError
 from zmqgrad.trace.model import Actor, Call
 from zmqgrad.trace.waits import Wait
 
@@ -70,8 +71,10 @@ class Load:
         function = call.function or request.type
         target, received = request.target, request.received
         self.calls[function] += 1
-        # Without a reply, the caller gave it up.
-        if call.has_failed and call.reply is not None and (call.finished or 0) < self.until:
+        # Without a reply, the caller gave it up; what was lost with a worker is a finding of its own.
+        has_raised = call.has_raised and call.reply is not None and call.given_up is None
+        failed = has_raised or call.error == RpcTimeoutError.__name__
+        if failed and (call.given_up or call.finished or 0) < self.until:
             self.failed[function].append(call)
         if call.duration is not None:
             _keep_longest(self.slowest, function, call.duration, call)

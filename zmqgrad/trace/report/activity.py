@@ -52,7 +52,7 @@ class Activity(Reader):
             messages.receiver_thread[row] = messages.thread(target, call.thread)
         if call.finished is not None:
             messages.finished[row] = call.finished
-        messages.flags[row] |= HAS_FAILED if call.failed else 0
+        messages.flags[row] |= HAS_FAILED if call.failed or call.given_up else 0
         for each in (row, messages.pair[row]):
             if each != NO_ROW and not messages.name[each]:
                 messages.name[each] = messages.names[call.function]
