@@ -216,12 +216,24 @@ def test_groups_of_both_kinds_are_recognized_at_once(scheme: str, sized: int, tm
         assert seconds < AT_ONCE
 
 
+served = threading.Event()
+
+
+def serve(rank: int) -> int:
+    served.set()
+    return rank
+
+
 def one_after_the_other(rank: int) -> int:
     for world_size in (None, 2, None, 2, 2):
         rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size)
         if world_size is None:
             rpc.wait_for_workers([f"w{1 - rank}"], RPC_TIMEOUT)
-        assert rpc.rpc_sync(f"w{1 - rank}", max, args=(rank, 7)) == 7
+        assert rpc.rpc_sync(f"w{1 - rank}", serve, args=(rank,)) == rank
+        assert served.wait(
+            RPC_TIMEOUT
+        )  # a member of a dynamic group may leave before the other has called it
+        served.clear()
         rpc.shutdown()
     return rank
 
