@@ -587,13 +587,13 @@ class Client:
         for call in calls:
             try:
                 error = make_error(call)
+                if tracer is not None:
+                    tracer.call_failed(call.peer, call.message_id, type(error).__name__)
             except Exception as e:
                 logger.exception("%s cannot tell how call %d failed", self._worker.name, call.message_id)
                 error = RpcError(
                     f"a call to worker {call.peer} failed; telling how raised {type(e).__name__}"
                 )
-            if tracer is not None:
-                tracer.call_failed(call.peer, call.message_id, type(error).__name__)
             call.promise.set_exception(error)
 
 
