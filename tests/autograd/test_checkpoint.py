@@ -158,6 +158,25 @@ def test_containers_keywords_and_unused_results(mode: str) -> None:
     assert runs == ["layer"]
 
 
+def overlapping(x: Tensor) -> tuple[Tensor, ...]:
+    y = x * 2
+    return y, y[1:], y.view(-1)
+
+
+def test_results_that_share_memory_have_memory_of_their_own_at_the_caller() -> None:
+    """As those of a plain call: a write to one must not change what another has saved."""
+    x, gradients = leaf(1), []
+    for call in (lambda: rpc.rpc_sync(1, overlapping, (x,)), lambda: rpc.checkpoint(1, overlapping, x)):
+        with context() as ctx:
+            whole, rows, flat = call()
+            saved = flat.exp()
+            whole.mul_(3)
+            rows.zero_()
+            backward(ctx, [whole.sum() + rows.sum() + saved.sum() + (flat * flat).sum()])
+            gradients.append(get_gradients(ctx)[x])
+    assert torch.equal(*gradients)
+
+
 def test_many_at_a_time() -> None:
     x, w = leaf(1), leaf(2)
     expected = torch.autograd.grad(sum((layer(x * i, w).sum() for i in range(8)), torch.zeros(())), [x, w])

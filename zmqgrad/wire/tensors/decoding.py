@@ -71,6 +71,8 @@ def _decode_all(encoded: Tensors, frames: Sequence[Buffer], differentiable: bool
                 t = _decode_alone(d, blobs, frames)
         else:
             t = _decode_other(d, blobs, frames, bases)
+            if d.requires_grad and users.get(d.blob, 0) > 1:  # a checkpointed call has sent it as a constant
+                t = t.clone()  # it gets a history of its own (see Sharing)
         out.append(t.requires_grad_() if d.requires_grad and differentiable else t)
     return out
 
