@@ -58,6 +58,10 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
+def second(x: Tensor, y: Tensor) -> Tensor:
+    return y
+
+
 def relay(route: list[int], x: Tensor) -> Tensor:
     """Doubles ``x`` here and at each stop of ``route``."""
     y = x * 2
@@ -230,6 +234,21 @@ def test_a_second_pass_over_groups_is_torchs_error_too(c: Cluster, hooks: bool) 
         backward(ctx, [loss])
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             backward(ctx, [loss])
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_pass_frees_only_what_it_has_run(c: Cluster, hooks: bool) -> None:
+    """Also where groups run node by node: the call gives no gradient for its first argument."""
+    x, w = leaf(3), leaf(5)
+    with context() as ctx:
+        y = x.clone()
+        if hooks:
+            y.register_hook(lambda g: None)
+        unused = y * w
+        loss = (rpc.rpc_sync(1, second, (unused, y.neg())) + y).sum()
+        backward(ctx, [loss])
+        backward(ctx, [unused.sum()])
+        assert_gradients(ctx, (x, [5.0]), (w, [3.0]))
 
 
 def test_contexts_in_parallel_threads_do_not_mix(c: Cluster) -> None:

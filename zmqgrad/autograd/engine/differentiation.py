@@ -157,6 +157,8 @@ class Differentiation:
         captures = self._captures
         for node in self._members(group):
             incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
+            if all([gradient is None for gradient in incoming]):
+                continue  # only entries without a gradient lead here: a later pass may run it
             following = node.next_functions
             if captures is not None:
                 following = captures.way(node)
