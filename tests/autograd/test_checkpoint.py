@@ -177,6 +177,21 @@ def test_results_that_share_memory_have_memory_of_their_own_at_the_caller() -> N
     assert torch.equal(*gradients)
 
 
+def hooked(x: dict[str, Tensor]) -> Tensor:
+    x["x"].register_hook(lambda g: g * 10)
+    return x["x"] * x["x"]
+
+
+def test_hooks_that_the_function_registers_at_its_arguments_run_once() -> None:
+    """Each time that it is computed again."""
+    x = leaf(1)
+    with context() as ctx:
+        loss = rpc.checkpoint(1, hooked, {"x": x}).sum()
+        for passes in (1, 2, 3):
+            backward(ctx, [loss], retain_graph=True)
+            torch.testing.assert_close(get_gradients(ctx)[x], passes * 20 * x.detach())
+
+
 def test_many_at_a_time() -> None:
     x, w = leaf(1), leaf(2)
     expected = torch.autograd.grad(sum((layer(x * i, w).sum() for i in range(8)), torch.zeros(())), [x, w])

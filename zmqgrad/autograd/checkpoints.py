@@ -36,7 +36,7 @@ from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.autograd.graph.walk import GraphWalk
 from zmqgrad.autograd.repeated_calls import is_repeated, random_states, restored
 from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, edge_or_leaf, follow
-from zmqgrad.autograd.torch_internals import LEAF_NODE, as_graph_task, map_tensors
+from zmqgrad.autograd.torch_internals import LEAF_NODE, as_graph_task, map_tensors, tensor_hooks
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import describe
 from zmqgrad.rpc.functions import MARK, DeferredResult, check_result
@@ -183,11 +183,13 @@ class CheckpointedCall:
         number = self._worker.ids.next()
         with holding(self._lock):
             self._found = [None] * len(self._edges)
+            self._drop_hooks()
             try:
                 self._lead_through(passes, outer, gradients, number)
                 return list(self._found)
             finally:
                 self._found = ()
+                self._drop_hooks()
                 passes.forget(self._context, number)
 
     def receive(self, gradients: Sequence[Gradient]) -> None:
@@ -261,6 +263,11 @@ class CheckpointedCall:
         probe = PickleProbe(self._worker.contexts.for_replies(requester))
         probe.dump(value)
         return probe.tensors
+
+    def _drop_hooks(self) -> None:
+        """Remove the hooks that a run has registered at the arguments: the next one registers them again."""
+        for each, _ in self._tensors:
+            tensor_hooks(each).clear()
 
     def _check_arguments(self) -> None:
         """Check that nothing has changed the arguments in place.
