@@ -251,6 +251,45 @@ def test_a_watch_begins_with_what_is_there(trio: Cluster) -> None:
     assert heard.get(timeout=WAIT).rpc_sync().get_size() == 1
 
 
+def test_a_watcher_whose_callback_fails_hears_of_the_next_object_all_the_same(trio: Cluster) -> None:
+    heard: list[Any] = []
+    began = threading.Event()
+    gate.clear()
+
+    def note(rref: Any) -> None:
+        heard.append(rref)
+        if len(heard) == 1:
+            began.set()
+            assert gate.wait(WAIT)
+        if rref is None:
+            raise ValueError("of the program")
+
+    rpc.remote(1, Replay, args=(1,), name="replay")
+    rpc.watch_ref("replay", note)
+    assert began.wait(WAIT)
+    rpc.remove_ref("replay")
+    rpc.remote(1, Replay, args=(2,), name="replay")
+    rpc.get_ref("replay")
+    gate.set()
+    eventually(lambda: len(heard), lambda n: n == 3)
+    assert heard[1] is None
+    assert heard[2].rpc_sync().get_size() == 2
+
+
+def test_a_watcher_waits_for_an_owner_that_is_busy(trio: Cluster) -> None:
+    heard: SimpleQueue[Any] = SimpleQueue()
+    rpc.remote(1, Replay, args=(1,), name="replay")
+    rpc.get_ref("replay")
+    with trio.acting(2):
+        rpc.set_rpc_timeout(0.1)
+        with trio.network.hold(MessageType.CALL, source=2) as held:
+            rpc.watch_ref("replay", heard.put)
+            held.wait()
+            with pytest.raises(RpcTimeoutError):  # a call would have timed out
+                rpc.rpc_sync(1, len, args=((),))
+    assert heard.get(timeout=WAIT).owner_name() == "worker1"
+
+
 def test_shutdown_ends_a_wait() -> None:
     with cluster(2) as c:
         began = threading.Event()

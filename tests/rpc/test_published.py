@@ -249,6 +249,27 @@ def test_who_reads_a_part_as_well_still_passes_on_the_whole() -> None:
         assert c.workers[0].mailbox.statistics()["bytes_sent"] - before < 1.5 * size
 
 
+@pytest.mark.parametrize("how", ["its callback runs", "it reads a part only"])
+def test_nobody_waits_for_a_reader_that_passes_nothing_on(how: str) -> None:
+    """Worker 1 has fetched the first version for its host."""
+    done = threading.Event()
+    with cluster(3, hosts="abb") as c:
+        rpc.publish("policy", state(1.0))
+        with c.acting(1):
+            if how == "its callback runs":
+                rpc.subscribe("policy", callback=lambda _: done.wait(WAIT))
+            else:
+                with rpc.subscribe("policy"):
+                    rpc.subscribe("policy", narrow={"b": None})
+                    assert c.workers[1].shelf.newest("policy")
+        with c.acting(2):
+            reader = rpc.subscribe("policy")
+        rpc.publish("policy", state(2.0))
+        assert values(reader.wait(1, timeout=WAIT / 2)) == {2.0}
+        assert not done.is_set()
+        done.set()
+
+
 def calls_between(c: Cluster, source: int, target: int) -> int:
     """How many calls ``source`` has sent to ``target``."""
     kinds = [(m.envelope.type, m.envelope.source, m.target) for m in list(c.network.history)]

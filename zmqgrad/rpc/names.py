@@ -121,16 +121,15 @@ def _drop(number: int) -> None:
     _kept(current_worker()).pop(number, None)
 
 
-def _find(worker: Worker, raw: bytes, deadline: Deadline | None = None) -> RRef[Any] | None:
+def _find(worker: Worker, raw: bytes, deadline: Deadline) -> RRef[Any] | None:
     """The reference for the claim ``raw``; None if that is not ready, or its owner is dead."""
     claim = msgspec.json.decode(raw, type=_Claim) if raw else None
     if claim is None or not claim.ready:
         return None
     if claim.owner == worker.id:
         return _kept(worker).get(claim.number)
-    seconds = UNSET_RPC_TIMEOUT if deadline is None else deadline.call_timeout()
     try:
-        return worker.ask(claim.owner, _lookup, (claim.number,), seconds)
+        return worker.ask(claim.owner, _lookup, (claim.number,), deadline.call_timeout())
     except (PeerLostError, UnknownWorkerError):
         return None
 
@@ -229,12 +228,14 @@ def watch_ref(name: str, callback: RefCallback) -> Follower:
         claim = msgspec.json.decode(raw, type=_Claim) if raw else None
         if claim is not None and claim.ready and claim.number == shown and claim.owner not in worker.lost:
             return
-        rref = _find(worker, raw)
-        if shown:
-            shown = 0
-            callback(None)
-        if rref is not None and claim is not None:
-            shown = claim.number
-            callback(rref)
+        rref = _find(worker, raw, Deadline())  # nobody would ask again, however busy the owner is
+        before, shown = shown, 0
+        try:
+            if before:
+                callback(None)
+        finally:  # the next object, whatever that raises
+            if rref is not None and claim is not None:
+                shown = claim.number
+                callback(rref)
 
     return worker.directory.follow(key, step)

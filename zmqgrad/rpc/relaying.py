@@ -5,8 +5,8 @@ Published tensors (:mod:`~zmqgrad.rpc.publishing`) and the arguments of group ca
 *source*. A reader asks the source, and gets all blocks of a version in one reply: leased to it, if it is on
 the host of the source. The first reader of another host that asks is sent the blocks, and becomes the *relay*
 of its host: it puts them on its own shelf. The source tells the others to ask the relay. If that is lost,
-leaves, or is slow, they ask the source again, and the first of them is the next relay: whatever happens to a
-relay costs time only.
+leaves, is slow, or busy with an older version, they ask the source again, and the first of them is the next
+relay: whatever happens to a relay costs time only.
 
 A worker that begins to read says so on its own shelf before it asks, and nothing is put there for others
 when it has ended: so nothing stays there for ever, in whichever order messages arrive.
@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -102,9 +103,10 @@ class Redirection(NamedTuple):
 
 @dataclass(eq=False)
 class Reading:
-    """That something is read on a worker: by so many, and the newest version that they have."""
+    """That something is read on a worker: by so many, of which so many are busy; and what they have seen."""
 
     users: int = 0
+    busy: int = 0
     seen: float = 0
 
 
@@ -178,6 +180,18 @@ class Shelf:
             reading.seen = max(reading.seen, number)
             self._drop_relayed(key, number)
 
+    @contextmanager
+    def busy(self, reading: Reading) -> Iterator[None]:
+        """Context manager while a reader is given a version: it fetches the next one only after that."""
+        with self._lock:
+            reading.busy += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._lock:
+                reading.busy -= 1
+
     def end(self, key: Key, reading: Reading) -> None:
         """Undo :meth:`begin`. What this worker relays goes with its last reader."""
         with self._lock:
@@ -196,7 +210,8 @@ class Shelf:
         """The newest version, once it is ``number`` or later.
 
         Returns:
-            None when the caller has stopped waiting, and as soon as it is certain that there will be none.
+            None when the caller has stopped waiting, and as soon as it is certain that there will be none, or
+            none before a callback of the program has returned.
         """
 
         def find() -> Version | None:
@@ -205,7 +220,9 @@ class Shelf:
 
         def is_decided() -> bool:
             reading = self._reading.get(key)
-            return self._closed or find() is not None or reading is None or reading.seen >= number
+            if self._closed or find() is not None or reading is None:
+                return True
+            return reading.seen >= number or reading.busy >= reading.users
 
         with blocking_section(), self._lock:
             left = time_left()

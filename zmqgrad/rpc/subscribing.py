@@ -24,7 +24,7 @@ from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.publishing import PREFIX, Announcement, Slice, fetch_version, take_parts
 from zmqgrad.rpc.raising import copy_exception
-from zmqgrad.rpc.relaying import fetch
+from zmqgrad.rpc.relaying import Reading, fetch
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.arguments import as_integer, check_callable
 from zmqgrad.runtime.clock import Deadline
@@ -82,7 +82,7 @@ class Subscription:
         self._error: Exception | None = None
         self._closed = False
         self._changed: Promise[None] = Promise()  # done with the next change of these
-        self._reading = worker.shelf.begin(name)
+        self._reading = worker.shelf.begin(name) if narrow is None else Reading()  # parts are not passed on
         self._follower = worker.directory.follow(key, self._step, self._end)
 
     @property
@@ -213,7 +213,8 @@ class Subscription:
             self._change(None, copy_exception(e))  # its traceback refers to the tensors
             return
         if tensors is not None and self._change(tensors) and self._callback is not None:
-            self._callback(tensors)
+            with self._worker.shelf.busy(self._reading):
+                self._callback(tensors)
 
     def _fetch(self, announced: Announcement) -> PublishedTensors | None:
         version = fetch(
