@@ -19,6 +19,7 @@ from tests.support.waiting import eventually
 from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.errors import RpcTimeoutError
+from zmqgrad.rpc.current import current_worker
 from zmqgrad.store import TCPStore
 from zmqgrad.transport.shared_memory.segment import supported
 
@@ -218,6 +219,21 @@ def die_with_versions(rank: int) -> int:
 
 def test_memory_of_a_killed_reader_comes_back() -> None:
     assert run_processes(die_with_versions, 2, may_die=(1,)) == [1, None]
+
+
+def publish_in_many_sizes(_: int) -> int:
+    """How many blocks are noted then, of which one is used."""
+    rpc.init_rpc("w0")
+    for number in range(1, 200):
+        rpc.publish("policy", {"a": torch.zeros(number * 7919 % 40_000)})
+    noted = current_worker().hooks.extensions["published"].leases
+    rpc.shutdown()
+    return len(noted)
+
+
+def test_nothing_is_noted_of_versions_that_are_gone() -> None:
+    """Each ``publish`` looks through it all."""
+    assert run_processes(publish_in_many_sizes, 1)[0] <= 3
 
 
 # ---- two hosts ---------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from zmqgrad.rpc.relaying import Place, Redirection, Version, offer
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import holding
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
+from zmqgrad.transport.shared_memory.arena import OWN
 from zmqgrad.wire.tensors.blobs import ALIGNMENT_BYTES, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
 from zmqgrad.wire.tensors.memory import materialized
@@ -55,25 +56,31 @@ class Published:
 
     Attributes:
         making: held while a version is made: one at a time.
+        leases: name, version, and lease of each block that was made here, and may be in use.
     """
 
     def __init__(self) -> None:
         self.making = threading.Lock()
-        self._leases: list[tuple[str, int, Any]] = []  # name, version, and lease of each block made here
+        self.leases: list[tuple[str, int, Any]] = []
 
-    def note_lease(self, name: str, number: int, block: Any) -> None:
+    def note_lease(self, worker: Worker, name: str, number: int, block: Any) -> None:
         """Remember that a block was made for version ``number``, to tell who holds it."""
         if hasattr(block, "lease"):
             place = block.lease.segment.id, block.lease.offset  # what was there before has been freed
-            self._leases = [x for x in self._leases if (x[2].segment.id, x[2].offset) != place]
-            self._leases.append((name, number, block.lease))
+            self.leases = [
+                each
+                for each in self.leases
+                if (each[2].segment.id, each[2].offset) != place and worker.mailbox.holders(each[2])
+            ]
+            self.leases.append((name, number, block.lease))
 
     def holders(self, worker: Worker) -> str:
         """Which workers hold which versions, in words."""
         name_of, parts = worker.membership.name_of, []
-        for name, number, lease in self._leases:
-            peers = ["a lost worker" if p < 0 else name_of(p) for p in worker.mailbox.holders(lease)]
-            if peers:
+        for name, number, lease in self.leases:
+            holders = [p for p in worker.mailbox.holders(lease) if p != OWN]
+            if holders:
+                peers = ["a lost worker" if p < 0 else name_of(p) for p in holders]
                 parts.append(f"version {number} of {name!r}: {', '.join(peers)}")
         return "; ".join(parts)
 
@@ -145,7 +152,7 @@ def publish(
             plan.fill(block, worker.mailbox.write if hasattr(block, "lease") else _write)
             blocks[next(iter(plan.places.values())).block] = block
             places.update(plan.places)
-            published.note_lease(name, number, block)
+            published.note_lease(worker, name, number, block)
         if before is not None:
             blocks.update({p.block: before.blocks[p.block] for p in kept.values()})
         version = Version(number, worker.id, {key: places[key] for key in checked}, blocks)

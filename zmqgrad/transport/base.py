@@ -259,7 +259,7 @@ class Mailbox(Protocol):
         """Copies ``data`` to ``offset`` of such an array."""
 
     def holders(self, lease: Any) -> list[int]:
-        """Returns the peers that can read memory of which this was the ``lease`` attribute; -2: lost ones."""
+        """Returns who can read memory of which this was the ``lease``; -1: this worker; -2: lost ones."""
 
     def is_local(self, peer: int) -> bool:
         """Whether messages to ``peer`` stay within this host. It must have been sent one."""

@@ -24,7 +24,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import TimerHandle
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.shared_memory import forks
-from zmqgrad.transport.shared_memory.arena import LOST
+from zmqgrad.transport.shared_memory.arena import LOST, OWN
 from zmqgrad.transport.shared_memory.packing import OWN_BUFFER_BYTES, PreparedFrames
 from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
@@ -805,7 +805,7 @@ def test_a_shared_block_is_leased_without_a_copy_and_mapped_privately(sides: tup
     one[:3] = b"abc"
     assert bytes(one[:5]) == b"abc\7\7"
     assert bytes(other[:5]) == bytes(memoryview(array).cast("B")[:5]) == b"\7" * 5
-    assert a.transport.holders(array.lease) == [1]
+    assert a.transport.holders(array.lease) == [OWN, 1]
 
 
 def test_a_shared_block_is_freed_with_its_array_and_the_last_lease(sides: tuple[Side, Side]) -> None:
@@ -828,7 +828,7 @@ def test_a_shared_block_that_was_not_sent_is_not_leased(sides: tuple[Side, Side]
     a, _ = sides
     array = shared(a)
     a.transport.rollback(1, a.transport.prepare(1, True, [memoryview(array)]))
-    assert a.transport.holders(array.lease) == []
+    assert a.transport.holders(array.lease) == [OWN]
     del array
     a.run_jobs()
     assert a.leased == 0
@@ -849,11 +849,11 @@ def test_parts_of_a_shared_block_are_leased_with_it(sides: tuple[Side, Side]) ->
     got = a.transfer([view[100:200], view[:0], view[MB // 2 :], view[:103]])[1]
     assert list(map(len, got)) == [100, 0, MB // 2, 103]
     assert [bytes(got[0][:4]), bytes(got[3][99:])] == [b"abc\7", b"\7abc"]
-    assert a.transport.holders(array.lease) == [1]
+    assert a.transport.holders(array.lease) == [OWN, 1]
     assert a.leased == 1
     del got
     b.run_jobs()
-    assert a.transport.holders(array.lease) == []
+    assert a.transport.holders(array.lease) == [OWN]
 
 
 def test_a_lost_reader_holds_a_shared_block_as_long_as_it_is_mapped(sides: tuple[Side, Side]) -> None:

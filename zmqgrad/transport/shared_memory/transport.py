@@ -204,9 +204,9 @@ class SharedMemoryTransport:
         return [views[part.buffer][part.offset : part.offset + part.size] for part in slices]
 
     def holders(self, lease: Lease) -> list[int]:
-        """The peers that have a block, as :meth:`Arena.holders`, less this worker."""
+        """As :meth:`Arena.holders`."""
         self._collect_dropped()
-        return [peer for peer in self._arena.holders(lease) if peer != OWN]
+        return self._arena.holders(lease)
 
     def _collect_dropped(self) -> None:
         while self._dropped:
