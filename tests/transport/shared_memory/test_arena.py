@@ -114,6 +114,14 @@ def test_all_blocks_or_none(arena: Arena) -> None:
     assert leased(arena) == 1
 
 
+@pytest.mark.parametrize("limit", [4096, MB, 64 * MB])
+def test_a_block_can_take_all_there_is(limit: int) -> None:
+    arena = Arena(limit)
+    assert not isinstance(arena.lease(1, [limit]), str)
+    assert arena.lease(1, [1]) == "full"
+    arena.close()
+
+
 def test_blocks_of_a_lost_reader_are_freed(arena: Arena) -> None:
     one, two = Reader(arena, 1), Reader(arena, 2)
     one.lease(MB, MB)

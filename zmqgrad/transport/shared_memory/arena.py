@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, block_size
+from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, align_up, block_size
 from zmqgrad.transport.shared_memory.segment import Segment
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class Arena:
         if self._closed:
             return None
         left = self.limit - sum(s.size for s in self._segments)
-        least = needed + PAGE_BYTES
+        least = align_up(needed, PAGE_BYTES)
         if left < least:
             return None
         usual = min(max(SEGMENT_BYTES, least), left)

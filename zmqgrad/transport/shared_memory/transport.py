@@ -25,6 +25,7 @@ from zmqgrad.transport.local.connection import Offer
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.arena import OWN, Arena, Lease
 from zmqgrad.transport.shared_memory.copier import Copier
+from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, align_up
 from zmqgrad.transport.shared_memory.mapped_blocks import BlockRef, MappedBlocks, watch_block
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan, shared_part
 from zmqgrad.transport.shared_memory.segment import Segment, supported
@@ -170,7 +171,8 @@ class SharedMemoryTransport:
             leases = self._arena.lease(OWN, [size])
             if not isinstance(leases, str):
                 break
-            if leases != "full" or size > self._arena.limit or deadline.passed() or self._closed:
+            never = align_up(size, PAGE_BYTES) > self._arena.limit
+            if leases != "full" or never or deadline.passed() or self._closed:
                 return leases
             with blocking_section():
                 self._arena.wait_freed(frees, min(deadline.left(), RECLAIM_SECONDS))
