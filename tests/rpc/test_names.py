@@ -19,6 +19,8 @@ from zmqgrad.errors import (
     PeerLostError,
     RpcTimeoutError,
 )
+from zmqgrad.rpc import RpcBackendOptions
+from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import MessageType
 
@@ -47,11 +49,12 @@ class Replay:
         return self.size
 
 
-gate = threading.Event()
+gate, begun = threading.Event(), threading.Event()
 
 
 def made_late() -> Replay:
     """Waits to be let on."""
+    begun.set()
     assert gate.wait(WAIT)
     return Replay(9)
 
@@ -186,6 +189,31 @@ def test_a_timeout_names_what_there_is(trio: Cluster) -> None:
         rpc.get_ref(name)
     with pytest.raises(RpcTimeoutError, match="the names are a, b"):
         rpc.get_ref("replay", timeout=0.01)
+
+
+def make_late(name: str) -> None:
+    """Runs on worker 1, and returns at once."""
+    rpc.remote(2, made_late, name=name)
+
+
+def test_an_object_may_be_made_after_the_call_that_asked_for_it(clock: ManualClock) -> None:
+    gate.clear()
+    begun.clear()
+    with cluster(3, RpcBackendOptions(num_worker_threads=1), clock):
+        rpc.rpc_sync(1, make_late, args=("replay",), timeout=5)
+        assert begun.wait(WAIT)  # it has the only thread
+        clock.advance(6)
+        gate.set()
+        assert rpc.get_ref("replay").rpc_sync().get_size() == 9
+
+
+def test_a_busy_owner_drops_later_what_has_no_name_any_more(trio: Cluster) -> None:
+    rpc.remote(1, Replay, args=(77,), name="replay")
+    rpc.get_ref("replay")
+    rpc.set_rpc_timeout(0.1)
+    with trio.network.hold(MessageType.CALL, source=0, target=1):
+        assert rpc.remove_ref("replay")
+    eventually(lambda: [each for each in Replay.alive if each.size == 77], lambda found: not found)
 
 
 @pytest.mark.parametrize("name", ["", 3, b"replay"])

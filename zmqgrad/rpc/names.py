@@ -14,6 +14,7 @@ has declared it ready.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     UnknownWorkerError,
 )
+from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.directory import Follower, key_of
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
@@ -70,11 +72,16 @@ def remote_named(
     try:
         _take(worker, name, claim, deadline)
         rref = call_remote(worker, owner, function, args, kwargs, timeout)
-        worker.call(owner, _keep, (name, claim.number, claim.claimer, rref), timeout=0)
+        _tell(worker, owner, _keep, name, claim.number, claim.claimer, rref)
     except BaseException:
         worker.directory.shared().compare_set(key, claim.encode(), b"")
         raise
     return rref
+
+
+def _tell(worker: Worker, owner: int, function: Callable[..., None], *args: Any) -> PendingCall:
+    """Call ``function``, which ``owner`` is to run whenever it can: also later than the call served here."""
+    return Context().run(worker.call, owner, function, args, timeout=0)
 
 
 def _take(worker: Worker, name: str, claim: _Claim, deadline: Deadline) -> None:
@@ -188,12 +195,14 @@ def remove_ref(name: str) -> bool:
         True
     """
     worker, key = current_worker(), key_of(_PREFIX, name)
-    raw = worker.directory.read(key)
+    seconds, raw = worker.resolve_timeout(UNSET_RPC_TIMEOUT), worker.directory.read(key)
     if not raw or worker.directory.shared().compare_set(key, raw, b"") != b"":
         return False
     claim = msgspec.json.decode(raw, type=_Claim)
     try:
-        worker.ask(claim.owner, _drop, (claim.number,))
+        dropped = _tell(worker, claim.owner, _drop, claim.number).promise
+        if dropped.wait_done(seconds or None):  # else it will be
+            worker.decode(dropped.result())
     except (PeerLostError, UnknownWorkerError):
         return False
     return True
