@@ -311,6 +311,17 @@ def test_a_callback_that_wants_to_end_the_process_gets_the_next_version_all_the_
     assert heard.get(timeout=WAIT) == 2
 
 
+def test_what_a_callback_does_not_get_is_logged(trio: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    heard: SimpleQueue[int] = SimpleQueue()
+    rpc.publish("policy", state(1.0))
+    rpc.subscribe("policy", narrow={"b": None}, callback=lambda tensors: heard.put(tensors.version))
+    assert heard.get(timeout=WAIT) == 1
+    rpc.publish("policy", {"a": torch.ones(3)})
+    eventually(lambda: "does not get version 2 of 'policy': no tensor is named b" in caplog.text)
+    rpc.publish("policy", state(3.0))
+    assert heard.get(timeout=WAIT) == 3
+
+
 def test_an_iterator_that_waits_can_be_cancelled_and_ends_with_the_subscription(trio: Cluster) -> None:
     rpc.publish("policy", state(1.0))
     subscription = rpc.subscribe("policy")

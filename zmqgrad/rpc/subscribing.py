@@ -210,8 +210,11 @@ class Subscription:
             logger.info("%s: the last version of %r stays: %s", self._worker.name, self._name, e)
             return
         except Exception as e:
-            self._change(None, copy_exception(e))  # its traceback refers to the tensors
-            return
+            self._change(None, copy_exception(e))
+            if self._callback is not None and not self._worker.closed:  # perhaps nobody waits
+                text = "%s: the callback does not get version %d of %r: %s"
+                logger.warning(text, self._worker.name, announced.version, self._name, e)
+            return  # the copy has no traceback, which would refer to the tensors
         if tensors is not None and self._change(tensors) and self._callback is not None:
             with self._worker.shelf.busy(self._reading):
                 self._callback(tensors)
