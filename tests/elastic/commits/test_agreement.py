@@ -52,6 +52,13 @@ def test_the_newest_on_the_disks_of_all_is_chosen_if_none_is_in_memory() -> None
     assert choose([inventory(saved=(3,)), inventory()]) == Choice()
 
 
+def test_nothing_older_than_what_is_on_disk_is_chosen_from_memory() -> None:
+    """A host was lost when all had saved the second commit, and its shard of that was not copied yet."""
+    parts = ((FIRST, REPLICATED), (FIRST, 0), (FIRST, 1), (SECOND, REPLICATED), (SECOND, 0))
+    assert choose([inventory(*parts, shards=2, saved=(2,)), inventory(saved=(2,))]) == Choice(2)
+    assert choose([inventory(*parts, shards=2, saved=(1, 2)), inventory(saved=(1,))]) == Choice(1, 2, FIRST)
+
+
 def test_nothing_older_than_a_whole_commit_is_chosen_from_memory() -> None:
     """All have gone on from it, and the node that had a part of it is not among these."""
     nodes = [inventory((FIRST, REPLICATED), (FIRST, 0), (SECOND, REPLICATED), shards=1)]

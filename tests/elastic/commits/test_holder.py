@@ -138,6 +138,24 @@ def test_a_restore_names_the_ranks_that_do_not_call_it(holder: Holder) -> None:
         holder.restore(0, (), NOW)
 
 
+def test_a_restore_that_is_repeated_has_the_same_origin(holder: Holder) -> None:
+    """Another node has restored by what this one told it before it gave up."""
+
+    class Late(Nodes):
+        def exchange(self, restores: int, own: Inventory, deadline: Deadline) -> Sequence[Inventory]:
+            told.append(own.origin)
+            if len(told) == 1:
+                raise CommitError("the ranks of node 1 have not called restore()")
+            return [own, self.other]
+
+    told: list[int] = []
+    holder.begin_round(0, [0], Late(holder))
+    with pytest.raises(CommitError, match="node 1"):
+        holder.restore(0, (), NOW)
+    assert holder.restore(0, (), NOW).origin == told[0]
+    assert holder.restore(0, (), NOW).origin != told[0]
+
+
 def test_commit_before_restore(holder: Holder) -> None:
     holder.begin_round(0, [0], Alone(holder))
     with pytest.raises(CommitError, match="call restore"):

@@ -434,14 +434,14 @@ class Ranks:
         self._own = threading.local()
         monkeypatch.setattr(state_module, "connect", lambda: self._own.commits)
 
-    def restored(self, path: Path) -> list[State]:
+    def restored(self, path: Path | None) -> list[State]:
         """Begin a round, restore, and return the states."""
         self._round += 1
         self._server.begin_round(Placement(self._round, 0, 1, 0, 2, 2, 0, 2, "", 0, 0), None)
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(lambda rank: self._restore(rank, path), range(2)))
 
-    def _restore(self, rank: int, path: Path) -> State:
+    def _restore(self, rank: int, path: Path | None) -> State:
         self._own.commits = AgentCommits(Place(rank, 2, rank == 0), self._round, self._server.path)
         state = State(own=Sharded([0]))
         state.restore(path)
@@ -499,5 +499,33 @@ def test_files_that_ranks_have_saved_at_different_times_are_no_commit(
     others = Ranks(tmp_path, monkeypatch)
     try:
         assert [(state.own, state.commits) for state in others.restored(path)] == [([1], 1)] * 2
+    finally:
+        others.close()
+
+
+def test_another_commit_of_the_same_number_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise nothing would be left on disk if the job ended before all ranks have saved."""
+    path = tmp_path / "saved"
+    for value in (1, 2):
+        ranks = Ranks(tmp_path, monkeypatch)
+        try:
+            states = ranks.restored(None)
+            for state in states:
+                state.own = [value]
+                state.commit()
+            if value == 1:
+                for state in (*states, *states):
+                    state.save(path)
+            else:
+                with pytest.raises(CommitError, match=r"has commit 1, and commit 1 is to be saved there"):
+                    states[0].save(path)
+            assert [state.own for state in ranks.restored(path)] == [[value]] * 2  # from memory
+        finally:
+            ranks.close()
+    others = Ranks(tmp_path, monkeypatch)
+    try:
+        assert [state.own for state in others.restored(path)] == [[1]] * 2
     finally:
         others.close()

@@ -55,8 +55,10 @@ class Choice(msgspec.Struct, frozen=True):
 def choose(inventories: Sequence[Inventory]) -> Choice:
     """The newest commit of which all parts are with some node; else the newest that all find on disk.
 
-    None in memory that is older than one that was whole: the job has gone on from there.
+    None in memory that is older than one that was whole: the job has gone on from there. Nor one that is
+    older than one on disk: the next commit would have the number of that, and overwrite it.
     """
+    saved = max(set.intersection(*(set(inventory.saved) for inventory in inventories)), default=0)
     whole = max((each.whole for each in inventories if each.whole is not None), default=None)
     ranks: dict[CommitId, set[int]] = defaultdict(set)
     shards: dict[CommitId, int] = {}
@@ -65,12 +67,11 @@ def choose(inventories: Sequence[Inventory]) -> Choice:
             ranks[part.commit].add(part.rank)
             shards[part.commit] = part.shards
     for commit in sorted(ranks, reverse=True):
-        if whole is not None and commit < whole:
+        if (whole is not None and commit < whole) or commit.number < saved:
             break
         if ranks[commit].issuperset([REPLICATED, *range(shards[commit])]):
             return Choice(commit.number, shards[commit], commit, origin=inventories[0].origin)
-    saved = set.intersection(*(set(inventory.saved) for inventory in inventories))
     if saved or whole is None:
-        return Choice(max(saved, default=0), origin=inventories[0].origin)
+        return Choice(saved, origin=inventories[0].origin)
     missing = {REPLICATED, *range(shards.get(whole, 0))} - ranks[whole]
     return Choice(missing=tuple(sorted(missing)))

@@ -79,10 +79,11 @@ def whole(directory: Path) -> dict[int, int]:
     Raises:
         CommitError: if it cannot be read, or a file in it is damaged.
     """
-    return _whole(directory, ignore_damaged=False)
+    return {number: shards for number, shards, _ in _whole(directory, ignore_damaged=False)}
 
 
-def _whole(directory: Path, ignore_damaged: bool) -> dict[int, int]:
+def _whole(directory: Path, ignore_damaged: bool) -> list[tuple[int, int, int]]:
+    """Numbers, how many sharded parts, and origins; sorted."""
     ranks: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     for file in _files(directory):
         try:
@@ -95,16 +96,14 @@ def _whole(directory: Path, ignore_damaged: bool) -> dict[int, int]:
             ranks[file.number, file.shards, origin].add(file.rank)
         elif not ignore_damaged:
             raise _damaged(file.path)
-    return {
-        number: shards
-        for (number, shards, _), found in sorted(ranks.items())
-        if found.issuperset([REPLICATED, *range(shards)])
-    }
+    return sorted(key for key, found in ranks.items() if found.issuperset([REPLICATED, *range(key[1])]))
 
 
-def newest(directory: Path) -> int:
-    """The number of the newest commit of which ``directory`` has all parts; 0: there is none."""
-    return max(_whole(directory, ignore_damaged=True), default=0)
+def newest(directory: Path) -> tuple[int, int]:
+    """Number and origin of the newest commit of which ``directory`` has all parts; 0: there is none."""
+    return max(
+        ((number, origin) for number, _, origin in _whole(directory, ignore_damaged=True)), default=(0, 0)
+    )
 
 
 def write(directory: Path, number: int, rank: int, shards: int, origin: int, data: memoryview) -> None:
@@ -171,7 +170,7 @@ def read(directory: Path, number: int, rank: int, shards: int) -> memoryview:
 
 def remove_older(directory: Path, ranks: Collection[int]) -> None:
     """Remove the parts of ``ranks`` that are older than the newest whole commit."""
-    limit = newest(directory)
+    limit, _ = newest(directory)
     for file in _files(directory):
         if file.rank in ranks and file.number < limit:
             with suppress(FileNotFoundError):

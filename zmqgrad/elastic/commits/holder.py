@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.elastic.commits.agreement import REPLICATED, Choice, Inventory, choose
@@ -135,6 +136,7 @@ class _Round:
     ranks: frozenset[int]
     peers: Peers
     restores: int = 0
+    origin: int = field(default_factory=partial(secrets.randbits, 62))  # of the first restore
     whole: int = 0  # number of the newest whole commit
     choice: Choice | None = None
     saved: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by the ranks that restore now
@@ -242,7 +244,9 @@ class Holder:
                 assert round.choice is not None
                 return round.choice
             saved_here = set.intersection(*map(set, round.saved.values()))
-            own = Inventory(tuple(self._parts), tuple(saved_here), self._whole, origin=secrets.randbits(63))
+            # Not drawn again if this fails here: another node may have got it already.
+            origin = round.origin + restores
+            own = Inventory(tuple(self._parts), tuple(saved_here), self._whole, origin=origin)
         try:
             inventories = round.peers.exchange(restores, own, deadline)
         except CommitError as error:

@@ -207,7 +207,8 @@ class State:
     def restore(self, path: str | os.PathLike[str] | None = None, timeout: float = WAIT_SECONDS) -> bool:
         """Set the values to those of the newest commit that all ranks can have, the same on all.
 
-        It is in the memory of this host or another, else in what :meth:`save` has written to ``path``.
+        It is in the memory of this host or another, else, or if that is newer, in what :meth:`save` has
+        written to ``path``.
         Modules and tensors are filled in place.
 
         Args:
@@ -296,7 +297,7 @@ class State:
 
         Raises:
             CommitError: if nothing was committed here, or it cannot be written; or if a newer commit is
-                there, which is of another job then.
+                there, or another one of its number, which is of another job then.
         """
         with self._lock:
             commits = self._commits
@@ -306,8 +307,8 @@ class State:
             owners = [REPLICATED] * (rank == 0) + [rank] * bool(self._cuts)
             if not self._last.keys() >= set(owners):
                 raise CommitError("save() writes a commit that was made here: call commit() first")
-            directory, newest = Path(path), files.newest(Path(path)) if owners else 0
-            if newest > self._number:
+            directory, (newest, origin) = Path(path), files.newest(Path(path)) if owners else (0, 0)
+            if newest > self._number or (newest == self._number and origin != self._origin):
                 raise CommitError(
                     f"{path} has commit {newest}, and commit {self._number} is to be saved there: another "
                     "job has saved it, or this one began without it. Give each job a directory of its own, "
