@@ -289,9 +289,9 @@ def test_a_closed_job_is_refused(nodes: Nodes) -> None:
 @needs_etcd
 def test_a_state_of_another_version(nodes: Nodes, cluster: EtcdCluster) -> None:
     backend = EtcdBackend([("127.0.0.1", cluster.ports[0])], nodes.run_id)
-    backend.set_state(encode(RendezvousState()).replace(b'"version":3', b'"version":9'))
+    backend.set_state(encode(RendezvousState()).replace(b'"version":4', b'"version":9'))
     backend.close()
-    with pytest.raises(RendezvousStateError, match="has version 9, not 3"):
+    with pytest.raises(RendezvousStateError, match="has version 9, not 4"):
         nodes.handler().next_rendezvous()
 
 

@@ -365,6 +365,24 @@ def test_a_state_that_was_lost_is_an_error_and_not_a_new_group(town: Town) -> No
     assert not made[0].shutdown()
 
 
+def test_nodes_of_a_state_that_was_lost_take_no_part_in_the_group_that_others_have_formed(town: Town) -> None:
+    """Its rounds begin with 0 again. A node that came in time saw that; later ones took it for their own."""
+    made = [town.handler(1, 2) for _ in range(2)]
+    results(town.join(*made))
+    assert town.store.delete_key("zmqgrad/rendezvous/job")
+    new = town.handler(1, 2)
+    (joined,) = results(town.join(new))
+    assert joined.round == 0
+    with pytest.raises(
+        RendezvousStateError, match=f"has lost the state .*, and {new.node} has begun another"
+    ):
+        made[0].next_rendezvous()
+    assert made[0].lease_left() <= 0
+    assert not made[1].shutdown()
+    assert not new.is_closed()
+    assert new.num_nodes_waiting() == 0
+
+
 def test_what_another_program_wrote_is_an_error(town: Town) -> None:
     town.store.set("zmqgrad/rendezvous/job", b"\x80pickle")
     with pytest.raises(RendezvousStateError, match="malformed"):

@@ -18,7 +18,7 @@ import msgspec
 
 from zmqgrad.errors import RendezvousStateError
 
-VERSION = 3
+VERSION = 4
 """Of the encoding. A state of another version is refused."""
 
 
@@ -60,6 +60,7 @@ class RendezvousState:
         settings: the :attr:`~zmqgrad.elastic.RendezvousSettings.agreement` of the nodes; empty: none yet.
         heartbeats: number of heartbeats so far. No number is used twice, not even by a node that was removed
             and came back: an observer that missed both must not take its new heartbeat for the old one.
+        creator: the node that wrote the first state. A state of another one is not what became of this one.
     """
 
     round: int = 0
@@ -75,6 +76,7 @@ class RendezvousState:
     store_address: str = ""
     settings: str = ""
     heartbeats: int = 0
+    creator: str = ""
 
 
 _TYPES = get_type_hints(RendezvousState)

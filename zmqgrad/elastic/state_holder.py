@@ -170,6 +170,7 @@ class StateHolder:
             self._dirty = False
             announce, self._announce = self._announce or bool(self._dead), False
             self.state.settings = self._settings.agreement
+            self.state.creator = self.state.creator or str(self._node)
             written = self._backend.set_state(encode(self.state), self._token, announce)
             found = None if written is None else written[:2]
             has_set = written is not None and written[2]
@@ -177,15 +178,16 @@ class StateHolder:
             return None
         else:
             found = self._backend.get_state()
-        if found is None:
-            if self._token is not None:  # a new state would let a second group of this job form
-                self.renewed = -math.inf  # nodes without a token may form one now
-                raise RendezvousStateError(
-                    f"the backend has lost the state of the rendezvous {self._settings.run_id!r}"
-                )
-            self.state = RendezvousState()
-        else:
-            self.state, self._token = decode(found[0]), found[1]
+        state, token = (RendezvousState(), None) if found is None else (decode(found[0]), found[1])
+        if self._token is not None and state.creator != self.state.creator:
+            self.renewed = (
+                -math.inf
+            )  # nodes without a token may form, or have formed, a second group of the job
+            begun = f", and {state.creator} has begun another" if state.creator else ""
+            raise RendezvousStateError(
+                f"the backend has lost the state of the rendezvous {self._settings.run_id!r}{begun}"
+            )
+        self.state, self._token = state, token
         if has_set and self._dead:
             logger.info(
                 "%s: removed %s, which had no heartbeat",
