@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import eventually
 from tools.ports import free_port
 
 pytestmark = [
@@ -383,6 +384,28 @@ def test_a_signal_ends_everything_in_time(
     assert launched.launcher.returncode == 128 + signum
     assert f"zmqgrad run: stopped by {signal.Signals(signum).name}\n" in stderr
     assert stdout.count("interrupted") == (2 if signum == signal.SIGINT and not manner else 0)
+
+
+def test_a_signal_to_a_launcher_that_begins_leaves_nothing(script: Path, tmp_path: Path) -> None:
+    """As soon as it has a directory, and long before it has workers: it connects to the other nodes first."""
+    script.write_text("")
+    there = tmp_path / "there"
+    there.mkdir()
+    endpoint = f"127.0.0.1:{free_port()}"
+    launcher = subprocess.Popen(
+        [*LAUNCHER, "--nnodes", "2", "--rdzv-endpoint", endpoint, script],
+        env={**os.environ, "TMPDIR": str(there)},
+        stderr=subprocess.PIPE,
+    )
+    try:
+        eventually(lambda: any(there.iterdir()))
+        launcher.terminate()
+        _, stderr = launcher.communicate(timeout=ENDS_WITHIN)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert b"stopped by SIGTERM" in stderr
+    assert not list(there.iterdir())
 
 
 def test_workers_do_not_outlive_a_launcher_that_is_killed(

@@ -12,6 +12,7 @@ from zmqgrad.elastic.agent.agent import AgentSpec, run_agent
 from zmqgrad.elastic.agent.coordination import SingleNode
 from zmqgrad.elastic.agent.events import CoordinatorRequest, Join, Leave, RendezvousFailed
 from zmqgrad.elastic.agent.ranks import NodeInfo, Placement
+from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.elastic.agent.streams import OutputConfig, Stream
 from zmqgrad.elastic.agent.workers import ScriptWorker, Worker
 from zmqgrad.errors import RendezvousTimeoutError
@@ -58,6 +59,7 @@ def test_a_worker_that_the_guard_kills_after_the_agent_has_looked_at_the_lease()
 
     said: list[str] = []
     spec = AgentSpec(coordinator, start, lambda round, rank: [], output, said.append, is_distributed=True)
-    result, _ = run_agent(spec)
+    with SignalInbox() as signals:
+        result, _ = run_agent(spec, signals)
     assert coordinator.requests == [Join(0), Join(0), Leave(close=False)], said
     assert result.failure is None

@@ -71,18 +71,20 @@ class AgentSpec:
     begin_round: Callable[[Placement], object] = lambda place: None
 
 
-def run_agent(spec: AgentSpec, clock: Clock = MONOTONIC) -> tuple[Result, Tails]:
+def run_agent(spec: AgentSpec, signals: SignalInbox, clock: Clock = MONOTONIC) -> tuple[Result, Tails]:
     """Run the workers of this node until the job ends. Returns how, and the last stderr lines of each worker.
 
-    On the main thread, handles the signals to this process until it returns. The calling thread must not end
-    before: the workers end with it.
+    The calling thread must not end before: the workers end with it.
+
+    Args:
+        spec: what to run.
+        signals: to this process; it has been entered.
 
     Raises:
         OSError: if a worker cannot be started.
     """
     with ExitStack() as cleanup:
         cleanup.enter_context(closing(spec.coordinator))
-        signals = cleanup.enter_context(SignalInbox())
         screen = Screen(write_all, spec.output.terminals)
         listener = cleanup.enter_context(closing(Listener(screen, signals, spec.coordinator.events)))
         agent = cleanup.enter_context(closing(_Agent(spec, signals, listener, clock)))

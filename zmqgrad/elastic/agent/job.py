@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from zmqgrad import environment
@@ -16,6 +16,7 @@ from zmqgrad.elastic.agent.death_signal import ends_workers
 from zmqgrad.elastic.agent.error_files import read_error
 from zmqgrad.elastic.agent.lifecycle import Result
 from zmqgrad.elastic.agent.ranks import NodeInfo, Placement
+from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.elastic.agent.streams import OutputConfig
 from zmqgrad.elastic.agent.variables import ERROR_FILE, common_variables, worker_variables
 from zmqgrad.elastic.agent.workers import ScriptWorker, Worker
@@ -52,9 +53,24 @@ def run_job(
         ConfigurationError: if an address or a port cannot be used.
         OSError: if a worker cannot be started.
     """
-    if directory is None:
-        with tempfile.TemporaryDirectory(prefix="zmqgrad-run-") as temporary:
-            return run_job(config, start, inherited, output, say, verbose, Path(temporary))
+    with ExitStack() as cleanup:
+        signals = cleanup.enter_context(SignalInbox())  # before there is anything that a signal would leave
+        if directory is None:
+            temporary = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="zmqgrad-run-"))
+            directory = Path(temporary)
+        return _run_job(config, start, inherited, output, say, verbose, directory, signals)
+
+
+def _run_job(
+    config: LaunchConfig,
+    start: StartWorker,
+    inherited: Mapping[str, str],
+    output: OutputConfig,
+    say: Callable[[str], None],
+    verbose: bool,
+    directory: Path,
+    signals: SignalInbox,
+) -> tuple[Result, Tails]:
     common = common_variables(inherited, config)
     reserved: list[socket.socket] = []
     coordinator = open_coordinator(config, reserved)
@@ -88,7 +104,7 @@ def run_job(
         begin_round,
     )
     try:
-        return run_agent(spec)
+        return run_agent(spec, signals)
     finally:
         _close(reserved)
         if commits is not None:
