@@ -299,7 +299,7 @@ def test_sizes(text: str, means: int | None) -> None:
     assert environment.arena_threshold({"ZMQGRAD_ARENA_THRESHOLD": text}) == means
 
 
-@pytest.mark.parametrize("text", ["-1", "1.5G", "1KB", "K", "many", "1 G", "\u0663"])
+@pytest.mark.parametrize("text", ["-1", "1.5G", "1KB", "K", "many", "1 G", "\u0663", "9" * 5000])
 def test_a_malformed_size(text: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"ZMQGRAD_ARENA_LIMIT is {text!r}.* a number of bytes"):
         environment.arena_limit({"ZMQGRAD_ARENA_LIMIT": text})
@@ -310,10 +310,26 @@ def test_spin_us_is_parsed(text: str, means: int | None) -> None:
     assert environment.spin_us({"ZMQGRAD_SPIN_US": text}) == means
 
 
-@pytest.mark.parametrize("text", ["-1", "1.5", "1K", "off", "\u0663"])
+@pytest.mark.parametrize("text", ["-1", "1.5", "1K", "off", "\u0663", "9" * 5000])
 def test_spin_us_must_be_a_number(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"ZMQGRAD_SPIN_US is .* a number of microseconds"):
         environment.spin_us({"ZMQGRAD_SPIN_US": text})
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "-inf", "1 s"])
+def test_a_malformed_time(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"ZMQGRAD_JOIN_TIMEOUT is .* a number of seconds"):
+        environment.join_timeout({"ZMQGRAD_JOIN_TIMEOUT": text})
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "\u0663"])
+def test_more_digits_than_a_number_has(digits: str) -> None:
+    """``int`` raises ``ValueError`` for so many."""
+    with pytest.raises(ConfigurationError, match="ZMQGRAD_PORT_RANGE is"):
+        environment.port_range({"ZMQGRAD_PORT_RANGE": f"1-{digits}"})
+    with pytest.raises(ConfigurationError, match="ZMQGRAD_COMMITS is"):
+        environment.commits_address({"ZMQGRAD_COMMITS": f"{digits}:/x"})
+    assert environment.read_launch({"SLURM_STEP_ID": digits}).rank is None
 
 
 def test_the_page_of_settings_has_every_option_and_variable_by_its_name() -> None:

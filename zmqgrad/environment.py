@@ -9,7 +9,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -61,25 +61,33 @@ def _invalid(variable: str, text: str, expected: str) -> ConfigurationError:
     return ConfigurationError(f"the environment variable {variable} is {text!r}; it must be {expected}")
 
 
+_MAX_DIGITS = 20
+"""Of a number, as 64 bits have. ``int`` raises another error for those of more than 4300."""
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+
+
 def _parse_bytes(variable: str, text: str) -> int:
     digits = text.rstrip("KMGkmg")
     unit = _UNITS.get(text[len(digits) :].upper())
-    if unit is None or not (digits.isascii() and digits.isdigit()):
+    if unit is None or not _is_number(digits):
         raise _invalid(variable, text, "a number of bytes: 65536, 64K, 2G")
     return int(digits) * unit
 
 
 def _parse_microseconds(variable: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
+    if not _is_number(text):
         raise _invalid(variable, text, "a number of microseconds: 0, 1000")
     return int(text)
 
 
 def _parse_seconds(variable: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise _invalid(variable, text, "a number of seconds: 60, 0.5") from None
+    with suppress(ValueError):
+        if (seconds := float(text)) >= 0:  # not NaN either
+            return seconds
+    raise _invalid(variable, text, "a number of seconds: 60, 0.5")
 
 
 def _parse_switch(variable: str, text: str) -> bool:
@@ -92,7 +100,7 @@ def _parse_switch(variable: str, text: str) -> bool:
 
 def _parse_ports(variable: str, text: str) -> range:
     first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= MAX_PORT):
+    if not (_is_number(first) and _is_number(last) and 0 < int(first) <= int(last) <= MAX_PORT):
         raise _invalid(variable, text, "two ports, the first and the last: 30000-30031")
     return range(int(first), int(last) + 1)
 
@@ -193,7 +201,7 @@ COMMITS = "ZMQGRAD_COMMITS"
 
 def _parse_commits(variable: str, text: str) -> tuple[int, str]:
     round, colon, path = text.partition(":")
-    if not (colon and round.isdecimal() and path):
+    if not (colon and _is_number(round) and path):
         raise _invalid(variable, text, "set by zmqgrad run")
     return int(round), path
 
@@ -326,7 +334,7 @@ def _launcher_of(environ: Mapping[str, str]) -> _Launcher:
     elif _text(environ, "WORLD_SIZE"):
         candidates = (_KUBERNETES,)
     step = _text(environ, _SLURM.present) or ""
-    if step.isdecimal() and int(step) >= _MAX_SLURM_STEP:
+    if _is_number(step) and int(step) >= _MAX_SLURM_STEP:
         candidates = tuple(each for each in candidates if each is not _SLURM)
     plain = _Launcher("", "", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     return next((each for each in candidates if _text(environ, each.present)), plain)
