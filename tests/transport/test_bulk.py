@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,25 @@ def test_a_peer_cannot_begin_without_end(monkeypatch: pytest.MonkeyPatch) -> Non
     for n in range(3):
         with pytest.raises(ProtocolError, match="missing"):
             assembly.add(3, Chunk(n, 5, 10), [bytearray(5)])
+
+
+def test_beginning_a_frame_costs_the_same_however_many_are_incomplete() -> None:
+    """Else a peer stops the reading thread, with small messages."""
+    assembly = Reassembler()
+
+    def steps_of(stream: int) -> int:
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, arg: events.append(event))
+        try:
+            assembly.add(3, Chunk(stream, 0, 10), [bytearray(5)])
+        finally:
+            sys.setprofile(None)
+        return len(events)
+
+    first = steps_of(1)
+    for stream in range(2, 1000):
+        assembly.add(3, Chunk(stream, 0, 10), [bytearray(5)])
+    assert steps_of(1000) < 2 * first
 
 
 # ---- in a mailbox ----------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class Reassembler:
     def __init__(self, allocate: Callable[[int, Deadline], Any] = lambda size, deadline: "off") -> None:
         self.buffers = BufferPool()
         self._allocate = allocate
-        self._streams: dict[tuple[int, int], _PartialFrame] = {}  # by peer and stream id
+        self._streams: dict[int, dict[int, _PartialFrame]] = {}  # by peer, and by stream id
 
     def add(self, peer: int, chunk: Chunk, frames: Sequence[Buffer]) -> None:
         """Adds a chunk, whose data is the only one of ``frames``, or in it.
@@ -167,20 +167,20 @@ class Reassembler:
         Raises:
             ProtocolError: if it does not continue the frame.
         """
-        key = peer, chunk.stream
-        stream = self._streams.get(key)
+        streams = self._streams.setdefault(peer, {})
+        stream = streams.get(chunk.stream)
         try:
             if not size:
                 raise ProtocolError("a chunk must have one frame, which is not empty")
             if stream is None:
-                if sum(1 for p, _ in list(self._streams) if p == peer) >= MAX_STREAMS:
+                if len(streams) >= MAX_STREAMS:
                     raise ProtocolError(f"more than {MAX_STREAMS} incomplete frames of worker {peer}")
                 if chunk.offset:
                     raise ProtocolError(f"the beginning of a frame of worker {peer} is missing")
-                stream = self._streams[key] = _PartialFrame(self._memory_for(chunk), chunk.total)
+                stream = streams[chunk.stream] = _PartialFrame(self._memory_for(chunk), chunk.total)
             return stream.reserve(chunk, size)
         except (ProtocolError, ValueError) as e:  # an invalid size
-            self._streams.pop(key, None)
+            streams.pop(chunk.stream, None)
             raise ProtocolError(f"a chunk of worker {peer} was dropped: {e}") from e
 
     def _memory_for(self, chunk: Chunk) -> Any:
@@ -195,7 +195,7 @@ class Reassembler:
 
     def advance(self, peer: int, chunk: Chunk, size: int) -> None:
         """Adds a chunk that was written to the memory of :meth:`reserve`, unless the peer was forgotten."""
-        stream = self._streams.get((peer, chunk.stream))
+        stream = self._streams.get(peer, {}).get(chunk.stream)
         if stream is not None:
             stream.received += size
 
@@ -236,7 +236,7 @@ class Reassembler:
         """
         if not size:
             return memoryview(bytearray())
-        stream = self._streams.pop((peer, number), None)
+        stream = self._streams.get(peer, {}).pop(number, None)
         if stream is None or not stream.received == stream.size == size:
             raise ProtocolError(f"chunks of a frame of worker {peer} are missing")
         if stream.array is None:
@@ -245,8 +245,7 @@ class Reassembler:
 
     def forget(self, peer: int) -> None:
         """Drops the incomplete frames of ``peer``."""
-        for key in [key for key in list(self._streams) if key[0] == peer]:
-            self._streams.pop(key, None)
+        self._streams.pop(peer, None)
 
     def close(self) -> None:
         """Drops everything. Buffers in use stay valid."""
