@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import resource
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -309,3 +312,18 @@ def test_a_commit_that_is_made_again_counts_once(holder: Holder) -> None:
     holder.on_whole(peers.reported[0])
     write(holder, 1, 2, b"two")
     assert [commit.number for commit in peers.reported] == [1], "rank 0 has not made commit 2"
+
+
+@pytest.mark.parametrize(("size", "file_limit"), [(1 << 21, 1 << 20), (1 << 62, resource.RLIM_INFINITY)])
+def test_a_part_without_memory_takes_no_descriptor(size: int, file_limit: int) -> None:
+    """The limit of ``ulimit -f`` holds for shared memory, too; the other is too large to be mapped."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = os.listdir("/dev/fd")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, hard))
+    try:
+        with pytest.raises(CommitError, match=f"no shared memory for a part of {size} bytes"):
+            Segment(size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    gc.collect()
+    assert os.listdir("/dev/fd") == before

@@ -43,8 +43,7 @@ class Segment:
         self.users = 0
         self.fd = -1
         try:
-            self.fd = _new_memory(self.size)
-            self.map = mmap.mmap(self.fd, self.size)
+            self.fd, self.map = _new_memory(self.size)
         except OSError as e:
             raise CommitError(f"no shared memory for a part of {size} bytes: {e.strerror}") from e
 
@@ -61,15 +60,21 @@ class Segment:
         self.close()
 
 
-def _new_memory(size: int) -> int:
-    if hasattr(os, "memfd_create"):
+def _new_memory(size: int) -> tuple[int, mmap.mmap]:
+    sealed = hasattr(os, "memfd_create")
+    if sealed:
         fd = os.memfd_create("zmqgrad-commit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    try:
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return fd
-    with tempfile.TemporaryFile() as file:
-        file.truncate(size)
-        return os.dup(file.fileno())
+        if sealed:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return fd, mmap.mmap(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 class Place(NamedTuple):
