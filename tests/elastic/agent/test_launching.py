@@ -94,6 +94,18 @@ def test_a_signal_to_a_forked_worker_that_begins_is_none_to_its_agent(tmp_path: 
             assert inbox.take() == []
 
 
+def test_a_signal_that_stops_is_not_lost_among_the_exits_of_many_workers(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with SignalInbox() as inbox:
+        for _ in range(1000):
+            signal.raise_signal(signal.SIGCHLD)
+        signal.raise_signal(signal.SIGTERM)
+        assert inbox.take() == [signal.SIGTERM]
+        assert inbox.take() == []
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.processes
 def test_a_result_that_no_pipe_holds() -> None:
     [result] = launch(large, LaunchConfig(start_method="fork"))(1 << 22).values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ class SignalInbox:
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
+        self._received: list[int] = []
 
     def __enter__(self) -> SignalInbox:
         self._reader, self._writer = socket.socketpair()
@@ -30,11 +32,12 @@ class SignalInbox:
         return self
 
     def _install(self) -> None:
-        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno())
+        # Full, it wakes as well: by the exits of some hundred children while nobody reads.
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for signum in (*STOPPING, signal.SIGCHLD):
             # A signal that was ignored when this process started, as under nohup, stays ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) is not signal.SIG_IGN:
-                self._before[signum] = signal.signal(signum, _only_wake)
+                self._before[signum] = signal.signal(signum, self._receive)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -50,13 +53,13 @@ class SignalInbox:
         """The descriptor to select on."""
         return self._reader.fileno()
 
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if signum in STOPPING:
+            self._received.append(signum)
+
     def take(self) -> list[int]:
         """Return the stopping signals received since the last call."""
-        try:
-            return [signum for signum in self._reader.recv(4096) if signum in STOPPING]
-        except BlockingIOError:
-            return []
-
-
-def _only_wake(signum: int, frame: FrameType | None) -> None:
-    """A handler that does nothing: Python writes to the wakeup descriptor only for handled signals."""
+        with suppress(BlockingIOError):
+            self._reader.recv(4096)
+        received, self._received = self._received, []
+        return received
