@@ -67,6 +67,17 @@ def test_a_worker_that_failed_later_was_not_ended_by_the_launcher() -> None:
     ]
 
 
+@pytest.mark.parametrize(("succeeded", "is_said"), [((0,), True), ((2,), False), ((), False)])
+def test_the_loss_of_a_worker_that_exited_early_is_explained(
+    succeeded: tuple[int, ...], is_said: bool
+) -> None:
+    lost = [LOST[0], "zmqgrad.errors.PeerLostError: ps (worker 0) is gone: its process has ended"]
+    outcome = Outcome(1, WorkerExited(1, 1), succeeded=succeeded)
+    lines = failure_report(outcome, lambda rank: Tail(lost, was_shown=True))
+    assert ("worker 0 had exited with 0 before" in lines[-1]) is is_said
+    assert ("rpc.shutdown()" in lines[-1]) is is_said
+
+
 def test_without_a_traceback_the_last_lines() -> None:
     lines = failure_report(failed(3, 0), lambda rank: Tail([f"line {n}" for n in range(100)]))
     assert lines[2] == "    line 88"

@@ -32,7 +32,7 @@ def test_rule_1_all_well(three: Supervisor) -> None:
     assert three.handle(WorkerExited(1, 0), now=5) == []
     assert three.handle(WorkerExited(0, 0), now=6) == []
     assert three.deadline == math.inf
-    assert three.handle(WorkerExited(2, 0), now=7) == [Outcome(exit_code=0)]
+    assert three.handle(WorkerExited(2, 0), now=7) == [Outcome(exit_code=0, succeeded=(1, 0, 2))]
     assert three.phase is Phase.OVER
 
 
@@ -53,13 +53,17 @@ def test_rule_2_a_worker_killed_by_a_signal(three: Supervisor) -> None:
     three.handle(WorkerExited(0, 0), now=1)
     three.handle(WorkerExited(2, -signal.SIGKILL), now=2)
     [outcome] = three.handle(WorkerExited(1, -signal.SIGTERM), now=2.1)
-    assert outcome == Outcome(exit_code=137, first_failure=WorkerExited(2, -signal.SIGKILL), ended=(1,))
+    assert outcome == Outcome(
+        exit_code=137, first_failure=WorkerExited(2, -signal.SIGKILL), ended=(1,), succeeded=(0,)
+    )
 
 
 def test_rule_2_the_last_worker_may_be_the_one_that_fails(three: Supervisor) -> None:
     three.handle(WorkerExited(0, 0), now=1)
     three.handle(WorkerExited(1, 0), now=1)
-    assert three.handle(WorkerExited(2, 3), now=2) == [Outcome(exit_code=3, first_failure=WorkerExited(2, 3))]
+    assert three.handle(WorkerExited(2, 3), now=2) == [
+        Outcome(exit_code=3, first_failure=WorkerExited(2, 3), succeeded=(0, 1))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_rule_3_a_signal_ends_all(three: Supervisor, received: int, sent: int, c
     assert three.handle(SignalReceived(received), now=2) == [SignalWorkers((0, 1), sent)]
     three.handle(WorkerExited(0, -sent), now=2.1)
     assert three.handle(WorkerExited(1, 1), now=2.2) == [
-        Outcome(exit_code=code, interrupted_by=received, ended=(0, 1))
+        Outcome(exit_code=code, interrupted_by=received, ended=(0, 1), succeeded=(2,))
     ]
 
 
@@ -104,7 +108,7 @@ def test_rule_6_a_request_is_neither_success_nor_failure(three: Supervisor) -> N
     assert three.handle(StopWorkers(), now=6) == [SignalWorkers((0, 2), signal.SIGTERM)]
     three.handle(WorkerExited(0, 1), now=6.1)
     [outcome] = three.handle(WorkerExited(2, -signal.SIGTERM), now=6.2)
-    assert outcome == Outcome(exit_code=0, ended=(0, 2), stopped=True)
+    assert outcome == Outcome(exit_code=0, ended=(0, 2), stopped=True, succeeded=(1,))
 
 
 def test_rule_6_a_request_to_kill(three: Supervisor) -> None:

@@ -45,6 +45,11 @@ def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Tail]) -> list
             f"worker {failure.rank} failed first: {_describe_exit(failure.code)}{summary(tail.lines)}"
         )
         lines += _quote_stderr(failure.rank, tail)
+        if (lost := lost_peer(tail.lines)) in outcome.succeeded:
+            lines.append(
+                f"worker {lost} had exited with 0 before: if others need it, let it call rpc.shutdown(), "
+                f"which waits for them"
+            )
         lines += _others(outcome)
     return lines + _abandoned(outcome)
 

@@ -75,8 +75,9 @@ class Outcome:
     Attributes:
         ended: workers that still ran when the launcher began to end the group.
         given_up: workers that survived SIGKILL.
-        failed_later: workers among ``ended`` that failed by themselves before a signal ended them.
         stopped: whether the group was requested to stop before it ended by itself.
+        failed_later: workers among ``ended`` that failed by themselves before a signal ended them.
+        succeeded: workers that exited with 0 before the first failure.
     """
 
     exit_code: int
@@ -86,6 +87,7 @@ class Outcome:
     given_up: tuple[int, ...] = ()
     stopped: bool = False
     failed_later: tuple[WorkerExited, ...] = ()
+    succeeded: tuple[int, ...] = ()
 
 
 Effect = SignalWorkers | Outcome
@@ -118,6 +120,7 @@ class Supervisor:
         self._interrupted_by: int | None = None
         self._ended: tuple[int, ...] = ()
         self._failed_later: list[WorkerExited] = []
+        self._succeeded: list[int] = []
         self._stopped = False
 
     @property
@@ -146,6 +149,8 @@ class Supervisor:
             self._first_failure = event
         elif event.code > 0 and event.code != _EXIT_AFTER_SIGTERM and self._first_failure is not None:
             self._failed_later.append(event)
+        elif event.code == 0 and self.phase is Phase.RUNNING:
+            self._succeeded.append(event.rank)
         if not self._running:
             return [self._finish()]
         return self._terminate(signal.SIGTERM, now) if failed else []
@@ -194,6 +199,7 @@ class Supervisor:
             given_up=tuple(sorted(self._running)),
             stopped=self._stopped,
             failed_later=tuple(self._failed_later),
+            succeeded=tuple(self._succeeded),
         )
 
     def _exit_code(self) -> int:
