@@ -147,7 +147,9 @@ def test_the_address_of_a_master(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="is not a host name or address"):
         listening_address("node1..cluster", 0)
     assert listening_address("::1", 5) == listening_address("[::1]", 5) == "tcp://[::1]:5"
-    assert listening_address("nobody.invalid", 5) == "tcp://*:5"
+    assert listening_address("nobody.invalid", 5, keyed=True) == "tcp://*:5"
+    with pytest.raises(ConfigurationError, match=r"'nobody.invalid' does not resolve here: \w+"):
+        listening_address("nobody.invalid", 5)
     assert connecting_address("::1", 5) == "tcp://[::1]:5"
 
 

@@ -50,7 +50,7 @@ def listening_address(host: str, port: int, keyed: bool = False) -> str:
         keyed: whether clients need a secret.
 
     Raises:
-        ConfigurationError: if ``host`` is malformed.
+        ConfigurationError: if ``host`` is malformed; if it does not resolve, and clients need no secret.
     """
     shown = str(port) if port else "*"
     bare = _bare(host)
@@ -61,9 +61,11 @@ def listening_address(host: str, port: int, keyed: bool = False) -> str:
     try:
         ipaddress.ip_address(bare)
     except ValueError:
-        loopback = _loopback_of(bare)
-        if loopback is not None and not keyed and not environment.allows_insecure():
-            return connecting_address(loopback, 0)[:-1] + shown
+        if not keyed and not environment.allows_insecure():
+            loopback = _loopback_of(bare)
+            if loopback is not None:
+                return connecting_address(loopback, 0)[:-1] + shown
+            _check_resolves(bare)  # or the lack of a secret would be named as its fault
         return f"tcp://*:{shown}"
     return connecting_address(bare, 0)[:-1] + shown
 
@@ -77,6 +79,13 @@ def _loopback_of(name: str) -> str | None:
     if not found or not all(is_loopback(str(address)) for address in found):
         return None
     return str(min(found))
+
+
+def _check_resolves(name: str) -> None:
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as e:
+        raise ConfigurationError(f"the host name {name!r} does not resolve here: {e.strerror}") from None
 
 
 def doctor_hint(host: str, port: int) -> str:

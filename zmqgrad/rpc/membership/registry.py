@@ -263,7 +263,8 @@ class Registry:
                 if is_alive(holder):
                     raise DuplicateWorkerError(
                         f"{what} is not unique: worker {holder.id} (process {holder.pid} of {holder.host}) "
-                        f"has it and has not left; each worker needs a name and a rank of its own"
+                        f"has it and has not left; each worker needs a name and a rank of its own, and each "
+                        f"job a port of its own"
                     )
                 logger.warning("%s claims the name of worker %d, which has died", self._own.name, holder.id)
                 self.remove(holder.id, "its process has ended, and another worker claimed its name")
