@@ -29,6 +29,8 @@ parser.add_argument(
     "--workers", type=int, default=3, help="the trainers and one for the embedding (default: 3)"
 )
 OPTIONS = parser.parse_args()
+if OPTIONS.workers < 2:
+    parser.error("--workers must be at least 2")
 
 if OPTIONS.backend == "torch":
     import torch.distributed.autograd as dist_autograd

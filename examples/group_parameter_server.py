@@ -29,6 +29,8 @@ parser = argparse.ArgumentParser(description="Synchronous training with a group 
 parser.add_argument("--workers", type=int, default=4, help="one server and the trainers (default: 4)")
 parser.add_argument("--steps", type=int, default=100, help="of the training (default: 100)")
 OPTIONS = parser.parse_args()
+if OPTIONS.workers < 2:
+    parser.error("--workers must be at least 2")
 
 POINTS = 200  # of each trainer
 ARMS = 3

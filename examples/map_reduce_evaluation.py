@@ -28,6 +28,8 @@ parser.add_argument(
 )
 parser.add_argument("--parts", type=int, default=15, help="of the evaluation (default: 15)")
 OPTIONS = parser.parse_args()
+if OPTIONS.workers < 2:
+    parser.error("--workers must be at least 2")
 
 POINTS = 20_000  # of a part
 CLASSES = 3

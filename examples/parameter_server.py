@@ -25,6 +25,8 @@ parser.add_argument("--backend", choices=("zmqgrad", "torch"), default="zmqgrad"
 parser.add_argument("--workers", type=int, default=3, help="one server and the trainers (default: 3)")
 parser.add_argument("--steps", type=int, default=150, help="of each trainer (default: 150)")
 OPTIONS = parser.parse_args()
+if OPTIONS.workers < 2:
+    parser.error("--workers must be at least 2")
 
 if OPTIONS.backend == "torch":
     from torch.distributed import rpc

@@ -29,6 +29,8 @@ parser = argparse.ArgumentParser(description="Reinforcement learning with publis
 parser.add_argument("--workers", type=int, default=5, help="one learner and the actors (default: 5)")
 parser.add_argument("--updates", type=int, default=15, help="of the policy (default: 15)")
 OPTIONS = parser.parse_args()
+if OPTIONS.workers < 2:
+    parser.error("--workers must be at least 2")
 
 EPISODES = 16  # of an update
 LONGEST_EPISODE = 100

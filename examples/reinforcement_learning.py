@@ -27,6 +27,8 @@ parser.add_argument("--backend", choices=("zmqgrad", "torch"), default="zmqgrad"
 parser.add_argument("--workers", type=int, default=3, help="one agent and the observers (default: 3)")
 parser.add_argument("--iterations", type=int, default=12, help="updates of the policy (default: 12)")
 OPTIONS = parser.parse_args()
+if OPTIONS.workers < 2:
+    parser.error("--workers must be at least 2")
 
 if OPTIONS.backend == "torch":
     from torch.distributed import rpc

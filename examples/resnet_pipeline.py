@@ -30,6 +30,8 @@ parser.add_argument("--backend", choices=("zmqgrad", "torch"), default="zmqgrad"
 parser.add_argument("--workers", type=int, default=3, help="one driver and 1 to 4 stages (default: 3)")
 parser.add_argument("--steps", type=int, default=8, help="of each training (default: 8)")
 OPTIONS = parser.parse_args()
+if not 2 <= OPTIONS.workers <= 5:
+    parser.error("--workers must be from 2 to 5")
 
 if OPTIONS.backend == "torch":
     import torch.distributed.autograd as dist_autograd

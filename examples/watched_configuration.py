@@ -35,6 +35,8 @@ parser.add_argument("--workers", type=int, default=3, help="one server and the t
 parser.add_argument("--epochs", type=int, default=5, help="with each learning rate (default: 5)")
 parser.add_argument("--out", type=Path, default=Path("runs/watched"), help="(default: runs/watched)")
 OPTIONS = parser.parse_args()
+if OPTIONS.workers < 2:
+    parser.error("--workers must be at least 2")
 
 if OPTIONS.backend == "torch":
     from torch.distributed import TCPStore

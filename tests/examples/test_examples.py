@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.processes import ProcessFailure
 from tests.support.scripts import run_script
 from tools.ports import free_port
 
@@ -344,6 +345,19 @@ def cartpole() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+OF_ANY_SIZE = sorted(
+    path.stem
+    for path in EXAMPLES.glob("*.py")
+    if '"--workers"' in path.read_text() and "_ray" not in path.stem
+)
+
+
+@pytest.mark.parametrize("name", OF_ANY_SIZE)
+def test_too_few_workers_are_refused(name: str) -> None:
+    with pytest.raises(ProcessFailure, match="error: --workers must be"):
+        run(EXAMPLES / f"{name}.py", "--workers", 1)
 
 
 def test_the_page_lists_every_example() -> None:
