@@ -99,8 +99,14 @@ def test_a_missing_participant_is_a_timeout(trio: Cluster) -> None:
     (error,) = on_each(trio, [1], lambda rank: rpc.all_gather(rank, timeout=0.05))
     assert isinstance(error, RpcTimeoutError)
     assert "timed out in _all_gather after 0.05 seconds" in str(error)
-    assert "worker0, worker1, worker2" in str(error)
+    assert "waiting for all of worker0, worker1, worker2: " in str(error)
     assert on_each(trio, [0, 1], lambda rank: rpc.barrier(["worker0", "worker1"])) == [None] * 2
+
+
+def test_the_root_names_the_missing_participants(trio: Cluster) -> None:
+    error, _ = on_each(trio, [0, 1], lambda rank: rpc.barrier(timeout=0.5))
+    assert "waiting for all of worker0, worker1, worker2 (worker2 did not call it): " in str(error)
+    assert on_each(trio, [2], lambda rank: rpc.barrier()) == [None]  # the last one ends it
 
 
 def test_collectives_that_the_root_gave_up_leave_nothing(trio: Cluster) -> None:

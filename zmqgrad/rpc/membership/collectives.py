@@ -70,7 +70,7 @@ def all_gather(
         except RpcTimeoutError as e:
             raise RpcTimeoutError(
                 f"timed out in _all_gather after {call.timeout:.2f} seconds, "
-                f"waiting for all of {', '.join(names)}: {e}"
+                f"waiting for all of {', '.join(names)}{collectives.missing((ids, number), names)}: {e}"
             ) from e
     finally:  # also if there was no call: what is kept for this number is given back
         if worker.id == ids[0]:
@@ -147,6 +147,13 @@ class _Collectives:
             except (RpcError, TransportError) as e:  # one of them has left before this worker knew it
                 self._fail(key, e)
         return future
+
+    def missing(self, key: _Key, names: Iterable[str]) -> str:
+        """Which of the participants have contributed nothing, as text; empty if only the root knows that."""
+        with self._lock:
+            gathered = self._open.get(key, {})
+        late = ", ".join(name for name in names if name not in gathered)
+        return f" ({late} did not call it)" if gathered and late else ""
 
     def _monitor(self, ids: Iterable[int]) -> None:
         """Make sure that the loss of a participant is noticed here, also if it has happened before."""
