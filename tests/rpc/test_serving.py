@@ -141,6 +141,8 @@ def test_what_makes_a_value_goes_on_making_calls_after_its_time(pair: Cluster, c
     made = rpc.remote(1, stop_and_look, timeout=5)
     assert stage.running.wait(WAIT)
     clock.advance(6)
+    with pytest.raises(RpcTimeoutError):  # the thread of the timer has seen that
+        made._get_future().wait()
     with pytest.raises(RpcTimeoutError):
         made.to_here()
     stage.go_on.set()
@@ -162,6 +164,8 @@ def test_a_queued_call_whose_time_is_over_is_not_run(pair: Cluster, clock: Manua
         on_time.wait()
     with pytest.raises(RpcTimeoutError):
         late.wait()
+    with pytest.raises(RpcTimeoutError):
+        made._get_future().wait()
     with pytest.raises(RpcTimeoutError):
         made.to_here()
     assert stage.seen.count("ran") == 1
