@@ -217,6 +217,8 @@ def test_parts(trio: Cluster) -> None:
         assert list(found) == ["x", "y"]
     with pytest.raises(ConfigurationError, match=r"no tensor is named w; among the names are x, y, z"):
         rpc.subscribe("policy", narrow={"w": None})
+    with pytest.raises(ConfigurationError, match="no tensor is named 1, w; among"):
+        rpc.subscribe("policy", narrow={1: None, "w": None})  # type: ignore[dict-item]
     with pytest.raises(ConfigurationError, match=r"'x' has the shape \(100, 80\)"):
         rpc.subscribe("policy", narrow={"x": (0, 90, 20)})
     with pytest.raises(ArgumentTypeError, match="narrow is a mapping of names"):

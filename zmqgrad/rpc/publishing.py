@@ -340,7 +340,7 @@ def take_parts(
     """
     if parts is None:
         return {key: tensor_at(blocks[place.block], place) for key, place in places.items()}
-    unknown = sorted(set(parts).difference(places))
+    unknown = sorted(map(str, set(parts).difference(places)))
     if unknown:
         known = ", ".join(sorted(places)[:16])
         raise ConfigurationError(f"no tensor is named {', '.join(unknown)}; among the names are {known}")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.rpc.membership.bootstrap import worker_address
+from zmqgrad.rpc.membership.bootstrap import join_group, worker_address
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import EtcdStore, FileStore, HashStore, PrefixStore
 from zmqgrad.transport import bind_policy, host_address
 
@@ -71,3 +76,19 @@ def test_with_etcd_the_listening_address_leads_to_a_member(
         assert worker_address(store).listen == OURS, "others cannot reach the loopback of this host"
     with EtcdStore("127.0.0.1", "job") as store:
         assert worker_address(store).listen == "127.0.0.1"
+
+
+@pytest.mark.parametrize("world_size", [1, None])
+def test_a_worker_that_cannot_be_made_leaves_nothing_open(
+    world_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(socket, "gethostname", interrupted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        join_group(HashStore(), "alone", 0, world_size, RpcBackendOptions(), Deadline.after(10.0))
+    del interrupt
+    gc.collect()  # a wake-up stays open as long as anything may write to it
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -14,7 +14,12 @@ from zmqgrad.rendezvous import meeting_place
 from zmqgrad.rendezvous.sidecar import Rival
 from zmqgrad.rpc.membership.dynamic import DynamicGroup
 from zmqgrad.rpc.membership.fixed import FixedGroup
-from zmqgrad.rpc.membership.group import Group, close_quietly, make_worker
+from zmqgrad.rpc.membership.group import (
+    HURRIED_JOIN_TIMEOUT_SECONDS,
+    Group,
+    close_quietly,
+    make_worker,
+)
 from zmqgrad.rpc.membership.registry import (
     allocate_id,
     check_no_dynamic_group,
@@ -24,6 +29,7 @@ from zmqgrad.rpc.membership.registry import (
 )
 from zmqgrad.rpc.membership.worker_info import check_rank
 from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, Store, TCPStore
 from zmqgrad.transport import local
@@ -115,12 +121,20 @@ def _make_group(
     if world_size is None:
         keys = dynamic_store(store, rank)
         number = allocate_id(keys, name, rank)
-        worker = make_worker(name, number, 0, _mailbox(name, number, store, options), options)
-        return DynamicGroup(worker, keys, served)
+        return DynamicGroup(_make_worker(name, number, 0, store, options), keys, served)
     number, _ = check_rank(-1 if rank is None else rank, world_size)
     keys = fixed_store(store, _generation(options.init_method))
-    worker = make_worker(name, number, world_size, _mailbox(name, number, store, options), options)
-    return FixedGroup(worker, keys, served)
+    return FixedGroup(_make_worker(name, number, world_size, store, options), keys, served)
+
+
+def _make_worker(name: str, number: int, world_size: int, store: Store, options: RpcBackendOptions) -> Worker:
+    mailbox = _mailbox(name, number, store, options)
+    try:
+        return make_worker(name, number, world_size, mailbox, options)
+    except BaseException:
+        mailbox.close()
+        mailbox.join(Deadline.after(HURRIED_JOIN_TIMEOUT_SECONDS))
+        raise
 
 
 def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
