@@ -124,9 +124,12 @@ def test_collectives_that_the_root_gave_up_leave_nothing(trio: Cluster) -> None:
     eventually(requests, lambda left: len(left) < 2)  # a thread may have the last one still
 
 
+@pytest.mark.parametrize("names", [["worker0", "worker1", "worker2"], None], ids=["named", "all"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_lost_participant_fails_the_collective_at_once(trio: Cluster, before: bool) -> None:
-    names = ["worker0", "worker1", "worker2"]
+def test_a_lost_participant_fails_the_collective_at_once(
+    trio: Cluster, before: bool, names: list[str] | None
+) -> None:
+    """Also where all workers are meant, and one of two survivors has not learned of the loss yet."""
     if before:
         trio.workers[0].lose(2, "unplugged")
     results: list[Any] = []

@@ -37,7 +37,8 @@ def all_gather(
 
     Args:
         value: of this worker.
-        workers: the names of the participants; None: all workers.
+        workers: the names of the participants; None: all workers, in a group of fixed size also those that
+            are lost: survivors that learned of a loss at different times would wait for different workers.
         timeout: seconds; 0 for no limit; default: that of calls.
 
     Returns:
@@ -55,8 +56,7 @@ def all_gather(
         {'worker0': 0.5}
     """
     worker = current_worker()
-    names = [r.name for r in worker.membership.all()] if workers is None else check_names(workers, "workers")
-    names = sorted(set(names))
+    names = sorted(set(_all(worker) if workers is None else check_names(workers, "workers")))
     if worker.name not in names:
         raise UnknownWorkerError(f"{worker.name} is not one of the participants: {', '.join(names)}")
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
@@ -82,7 +82,7 @@ def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIM
     """Return when all of ``workers`` have called this.
 
     Args:
-        workers: names, including this worker's; None: all workers.
+        workers: names, including this worker's; None: as :func:`all_gather`.
         timeout: seconds; 0 for no limit; default: that of calls.
 
     Raises:
@@ -92,6 +92,11 @@ def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIM
         >>> rpc.barrier(workers=["worker0"], timeout=30)  # None: all workers of the group
     """
     all_gather(None, workers, timeout)
+
+
+def _all(worker: Worker) -> list[str]:
+    membership = worker.membership
+    return [r.name for r in (membership.all_known() if membership.world_size else membership.all())]
 
 
 @async_execution
