@@ -64,7 +64,7 @@ MUTANTS = {
         "kept[0][0] <= sequence:",
         "kept[0][0] <= sequence + 1:",
         "drops",
-        3,
+        13,
     ),
     "ack-resend": Mutant(  # what was in flight is not resent on the next connection
         "transport/session.py",
@@ -128,7 +128,7 @@ MUTANTS = {
         "            self._early.append(notification)\n",
         "",
         "none",
-        92,
+        242,
     ),
     "query-repeated": Mutant(  # a change of the store is applied again when its query is repeated
         "store/service.py",
@@ -142,22 +142,22 @@ MUTANTS = {
         "link.end_reason and not link.ended and not link.paths:",
         "link.end_reason and not link.ended:",
         "kills",
-        517,
+        28,
     ),
     "task-first": Mutant(  # futures are completed after a task that may wait for them
         "transport/reader.py",
         "                    if (idle := self.on_idle()) is not None:\n"
         "                        self.tasks.append(idle)\n",
         "",
-        "stops",
-        131,
+        "members",
+        542,
     ),
     "flush-dies": Mutant(  # a connection that closes while its queue is sent ends the thread that sends
         "transport/links.py",
         '        except OSError as e:\n            logger.debug("%s: the connection to %s has ended',
         '        except BlockingIOError as e:\n            logger.debug("%s: the connection to %s has ended',
         "kills",
-        54,
+        124,
     ),
     "accuse-alone": Mutant(  # a worker that one other has lost is lost for all
         "rpc/membership/suspicion.py",
