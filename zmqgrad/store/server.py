@@ -151,7 +151,11 @@ class StoreServer:
         return self._thread.is_alive()
 
     def refuse_newcomers(self, refuse: bool = True) -> None:
-        """Stop, or start, replying to pings, the first query of new clients, and to requests for watches."""
+        """Stop replying to pings, the first query of new clients, and to requests for new watches.
+
+        Args:
+            refuse: False: reply to them again.
+        """
         self._server.refuses_newcomers = refuse
 
     def close(self) -> None:
