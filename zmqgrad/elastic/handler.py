@@ -443,17 +443,13 @@ class RendezvousHandler:
 
     def _retire(self) -> bool:
         """Retire the state that this process serves, unless other nodes use it. Returns whether none does."""
-        # Else a node that reads that it is retired would connect again and again until it is closed.
-        self._backend.refuse_newcomers(True)
         try:
             with self._lock:
                 self._executor.run(retire, self._clock.now() + LEAVE_SECONDS)
         except RendezvousError as e:
             logger.warning("%s: %s could not retire the state: %s", self.get_run_id(), self.node, e)
         state = self._holder.state
-        unused = state.closed or not {*state.participants, *state.wait_list} - {self.node}
-        self._backend.refuse_newcomers(unused)
-        return unused
+        return state.closed or not {*state.participants, *state.wait_list} - {self.node}
 
     def _stop_heartbeats(self) -> None:
         heartbeats, self._heartbeats = self._heartbeats, None

@@ -81,13 +81,6 @@ class RendezvousBackend(ABC):
         """Whether other nodes lose the state when this backend is closed."""
         return False
 
-    def refuse_newcomers(self, refuse: bool) -> None:  # noqa: B027  # of a backend that no node serves
-        """On its host: have nodes that connect from now on wait for the next backend.
-
-        Args:
-            refuse: False: admit them again.
-        """
-
     def close(self, in_use: bool = False) -> None:  # noqa: B027  # without connections nothing is to do
         """Disconnect. Idempotent.
 

@@ -142,16 +142,13 @@ class TCPStore(Store):
         """Let calls raise an error once the server has ended, instead of waiting for another one there."""
         self._connection.expect_no_restart()
 
-    def refuse_newcomers(self, refuse: bool = True) -> None:
+    def refuse_newcomers(self) -> None:
         """On the master: ignore clients that are not connected yet, because this store is about to close.
 
         Clients of the next store at this address then wait for that one.
-
-        Args:
-            refuse: False: it does not close after all, and admits them.
         """
         if self._server is not None:
-            self._server.refuse_newcomers(refuse)
+            self._server.refuse_newcomers()
 
     def close_drained(self, seconds: float) -> None:
         """As :meth:`close`; on the master, first serve the clients that are connected until they disconnect.

@@ -150,13 +150,9 @@ class StoreServer:
         """Whether the server runs. It ends when it is closed, or fails."""
         return self._thread.is_alive()
 
-    def refuse_newcomers(self, refuse: bool = True) -> None:
-        """Stop replying to pings, the first query of new clients, and to requests for new watches.
-
-        Args:
-            refuse: False: reply to them again.
-        """
-        self._server.refuses_newcomers = refuse
+    def refuse_newcomers(self) -> None:
+        """Stop replying to pings, the first query of new clients, and to requests for new watches."""
+        self._server.refuses_newcomers = True
 
     def close(self) -> None:
         """Stop serving, and refuse blocked queries. Waits for the thread and the sockets. Idempotent.
