@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -42,6 +43,7 @@ from zmqgrad.errors import (
     RendezvousGracefulExitError,
     RendezvousStateError,
     RendezvousTimeoutError,
+    StoreTimeoutError,
 )
 from zmqgrad.store import HashStore, Store, TCPStore
 from zmqgrad.transport.tap import Tracer
@@ -255,9 +257,39 @@ def test_a_node_that_joins_at_the_last_moment_keeps_the_server() -> None:
     server.next_rendezvous()
     server.close()
     assert late.next_rendezvous().round == 2, "it was in round 1, and joins again over the same store"
+    store.clone().close()  # others can join, too
     late.close()
     client.close()
     open_endpoint(f"127.0.0.1:{store.port}", WAIT).close()
+
+
+def test_who_reads_that_the_state_is_retired_is_not_admitted_again() -> None:
+    """Else it would connect, read that and connect again for as long as the server takes to close."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT)
+    server = RendezvousHandler(
+        RendezvousSettings("job", 1, 1), RetiringBackend(store, "job", owned=True), store
+    )
+    server.next_rendezvous()
+    server.close()
+    assert RetiringBackend.admitted == [False]
+
+
+class RetiringBackend(StoreBackend):
+    """Notes whether a new client is admitted once the state is retired."""
+
+    admitted: ClassVar[list[bool]] = []
+
+    def set_state(
+        self, state: bytes, token: Token = None, announce: bool = True
+    ) -> tuple[bytes, Token, bool] | None:
+        found = super().set_state(state, token, announce)
+        if decode(state).retired:
+            try:
+                TCPStore("127.0.0.1", self._store.port, timeout=0.3).close()  # type: ignore[attr-defined]
+                self.admitted.append(True)
+            except StoreTimeoutError:
+                self.admitted.append(False)
+        return found
 
 
 class RacingBackend(StoreBackend):

@@ -443,13 +443,20 @@ class RendezvousHandler:
 
     def _retire(self) -> bool:
         """Retire the state that this process serves, unless other nodes use it. Returns whether none does."""
+        # A node that reads that it is retired would else connect again and again until the server is closed.
+        self._backend.admit_newcomers(False)
         try:
             with self._lock:
                 self._executor.run(retire, self._clock.now() + LEAVE_SECONDS)
         except RendezvousError as e:
             logger.warning("%s: %s could not retire the state: %s", self.get_run_id(), self.node, e)
+        except BaseException:
+            self._backend.admit_newcomers(True)  # for it is not closed
+            raise
         state = self._holder.state
-        return state.closed or not {*state.participants, *state.wait_list} - {self.node}
+        is_unused = state.closed or not {*state.participants, *state.wait_list} - {self.node}
+        self._backend.admit_newcomers(not is_unused)
+        return is_unused
 
     def _stop_heartbeats(self) -> None:
         heartbeats, self._heartbeats = self._heartbeats, None

@@ -81,6 +81,13 @@ class RendezvousBackend(ABC):
         """Whether other nodes lose the state when this backend is closed."""
         return False
 
+    def admit_newcomers(self, admit: bool) -> None:  # noqa: B027  # of a backend that no node serves
+        """On its host: whether nodes are served that are not connected yet.
+
+        Args:
+            admit: False: they wait for the next backend there, or until this one admits them again.
+        """
+
     def close(self, in_use: bool = False) -> None:  # noqa: B027  # without connections nothing is to do
         """Disconnect. Idempotent.
 

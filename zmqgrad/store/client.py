@@ -142,10 +142,21 @@ class TCPStore(Store):
         """Let calls raise an error once the server has ended, instead of waiting for another one there."""
         self._connection.expect_no_restart()
 
+    def admit_newcomers(self, admit: bool) -> None:
+        """On the master: whether clients are served that are not connected yet.
+
+        Args:
+            admit: False if this store may be about to close: they wait, for the next store at this address,
+                or until this one admits them after all.
+        """
+        if self._server is not None:
+            self._server.admit_newcomers(admit)
+
     def refuse_newcomers(self) -> None:
         """On the master: ignore clients that are not connected yet, because this store is about to close.
 
-        Clients of the next store at this address then wait for that one.
+        Clients of the next store at this address then wait for that one, also if they have only just
+        connected, and watch nothing yet.
         """
         if self._server is not None:
             self._server.refuse_newcomers()

@@ -150,9 +150,18 @@ class StoreServer:
         """Whether the server runs. It ends when it is closed, or fails."""
         return self._thread.is_alive()
 
+    def admit_newcomers(self, admit: bool) -> None:
+        """Stop, or begin again, to reply to pings, the first query of new clients.
+
+        Args:
+            admit: whether to reply.
+        """
+        self._server.refuses_newcomers = not admit
+
     def refuse_newcomers(self) -> None:
-        """Stop replying to pings, the first query of new clients, and to requests for new watches."""
-        self._server.refuses_newcomers = True
+        """Stop replying to pings of new clients, and to requests for the first watch of any."""
+        self.admit_newcomers(False)
+        self._service.refuses_watches = True
 
     def close(self) -> None:
         """Stop serving, and refuse blocked queries. Waits for the thread and the sockets. Idempotent.

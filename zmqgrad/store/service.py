@@ -88,6 +88,8 @@ class StoreService:
         # Watches that wait for their subscription, and until when, by nonce.
         self._unsubscribed: dict[str, tuple[Requester, float]] = {}
         self._sweep_at = math.inf
+        self.refuses_watches = False
+        """Set to leave a client's request for its first watch unanswered. From any thread."""
 
     @property
     def published(self) -> int:
@@ -229,7 +231,7 @@ class StoreService:
         self, route: Route, client_id: int, request_id: int, query: StoreWatchChannel
     ) -> None:
         """Reply with the address of the publisher of notifications."""
-        if self._server.refuses_newcomers:
+        if self.refuses_watches:
             return
         reply: Message
         try:

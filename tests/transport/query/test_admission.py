@@ -44,6 +44,21 @@ def test_a_client_that_changes_to_the_fast_path_counts_once(admission: Admission
     assert admission.clients == 0
 
 
+def test_a_client_is_known_from_its_admission_on_by_whichever_path(admission: Admission) -> None:
+    assert not admission.knows(7)
+    assert connect(admission, 7, FD)
+    assert admission.knows(7)
+    admission.add_local("connection", 7)
+    admission.on_disconnected(FD)
+    assert admission.knows(7)
+    admission.remove_local("connection")
+    assert connect(admission, 1, FD)
+    assert connect(admission, 2, FD + 1)
+    assert admission.knows(7)
+    assert not admission.knows(8)
+    assert connect(admission, 7, FD + 2), "it comes back when there is no room for others"
+
+
 def test_the_place_of_one_who_left_is_free(admission: Admission) -> None:
     for client in range(10):
         assert connect(admission, client, FD)

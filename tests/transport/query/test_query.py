@@ -526,11 +526,13 @@ def test_a_relay_without_a_server_is_not_taken_for_another_secret(plain: Running
 
 def test_a_client_begins_with_a_ping(plain: Running) -> None:
     """A server that is about to close does not reply to pings, so clients that come find the next one."""
-    plain.server.refuses_newcomers = True
-    with closing(client_of(plain)) as client:
+    with closing(client_of(plain)) as known, closing(client_of(plain)) as client:
+        assert isinstance(known.request(StorePing(""), PATIENCE), StorePong)
+        plain.server.refuses_newcomers = True
         with pytest.raises(TimeoutError):
             client.request(StorePing(""), 0.1)
         assert client.request(A, PATIENCE) == StoreValue(b"a")
+        assert isinstance(known.request(StorePing(""), PATIENCE), StorePong)
 
 
 @pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")

@@ -97,6 +97,10 @@ class StoreBackend(RendezvousBackend):
     def is_host(self) -> bool:
         return self._owned and isinstance(self._store, TCPStore) and self._store.is_master
 
+    def admit_newcomers(self, admit: bool) -> None:
+        if self._owned and isinstance(self._store, TCPStore):
+            self._store.admit_newcomers(admit)
+
     def close(self, in_use: bool = False) -> None:
         """Stop watching the state, and close the store if it is owned and others do not need it.
 

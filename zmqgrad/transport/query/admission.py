@@ -23,7 +23,9 @@ class Admission:
         """Descriptors of the tcp connections of clients that were refused."""
         self._open: set[int] = set()  # descriptors of tcp connections
         self._tcp_clients: dict[int, int] = {}  # the client of each, by descriptor
-        self._known: OrderedDict[int, int] = OrderedDict()  # their last descriptors, also of those that left
+        self._known: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # their last descriptors or -1, also of those that left
         self._local_clients: dict[Hashable, int] = {}  # by connection of the fast path
         self._local_ids: set[int] = set()  # the values of _local_clients
 
@@ -53,17 +55,20 @@ class Admission:
         if fd in self.refused or (client not in self._known and others >= self.limit):
             self.refused.add(fd)
             return False
-        self._known[client] = fd
+        self._remember(client, fd)
         self._tcp_clients[fd] = client
-        if len(self._known) > 2 * self.limit:
-            self._known.popitem(last=False)
         return True
+
+    def knows(self, client: int) -> bool:
+        """Returns whether ``client`` was admitted before."""
+        return client in self._local_ids or client in self._known
 
     def add_local(self, connection: Hashable, client: int) -> None:
         """Counts ``client`` as one of the fast path from now on."""
-        fd = self._known.pop(client, -1)
+        fd = self._known.get(client, -1)
         if self._tcp_clients.get(fd) == client:
             del self._tcp_clients[fd]
+        self._remember(client, -1)
         self._local_clients[connection] = client
         self._local_ids.add(client)
 
@@ -72,3 +77,8 @@ class Admission:
         client = self._local_clients.pop(connection, None)
         if client is not None:
             self._local_ids.discard(client)
+
+    def _remember(self, client: int, fd: int) -> None:
+        self._known[client] = fd
+        if len(self._known) > 2 * self.limit:
+            self._known.popitem(last=False)

@@ -117,7 +117,7 @@ class QueryServer:
         self.undeliverable = 0
         """How many replies were dropped, as the client had ended or did not read them."""
         self.refuses_newcomers = False
-        """Set to leave pings unanswered, so no new client begins. From any thread."""
+        """Set to leave the pings of new clients unanswered, so none begins. From any thread."""
         self._clock = clock
         self._lock = threading.Lock()  # guards _stopped and _serving
         self._stopped = False
@@ -352,13 +352,13 @@ class QueryServer:
         self, route: Route, frame: zmq.Frame | None, client_id: int, request_id: int, query: StorePing
     ) -> None:
         """Replies to a client that begins, or that tests whether its connection still works."""
-        fd = -1
+        fd, is_known = -1, self._admission.knows(client_id)
         if frame is None:
             self._admission.add_local(route, client_id)
         else:
             fd = connection_fd(frame)
             self._listener.hear(fd)
-        if self.refuses_newcomers or self._ending:
+        if (self.refuses_newcomers or self._ending) and not is_known:
             return  # it will find the next server here when this one has closed the connection
         if frame is not None and not self._admission.admit_tcp(client_id, fd):
             self._refuse_surplus(route, request_id)
