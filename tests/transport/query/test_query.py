@@ -27,11 +27,14 @@ from zmqgrad.errors import (
     ProtocolError,
     TransportError,
 )
-from zmqgrad.runtime.clock import ManualClock
+from zmqgrad.runtime.clock import MONOTONIC, ManualClock
+from zmqgrad.runtime.polling import Wakeup
 from zmqgrad.transport import local
 from zmqgrad.transport.bind_policy import is_loopback
 from zmqgrad.transport.query import dealer, pending
+from zmqgrad.transport.query.channel import QueryChannel
 from zmqgrad.transport.query.client import QueryClient
+from zmqgrad.transport.query.dealer import ServerInfo
 from zmqgrad.transport.query.server import QueryServer
 from zmqgrad.transport.security import Keys, load_keys, secure_client
 from zmqgrad.transport.tcp_listener import PAUSE_SECONDS
@@ -124,6 +127,39 @@ def test_many_threads_get_their_own_replies(client: QueryClient) -> None:
 
     outcomes = [in_thread(lambda name=str(i): ask(name)) for i in range(12)]  # type: ignore[misc]
     assert [outcome.wait(PATIENCE) for outcome in outcomes] == [DONE] * 12
+
+
+@pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
+def test_a_client_that_closes_opens_no_connection(plain: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is about to send finds that the fast path has ended, and must not take another one."""
+    closed = threading.Event()
+
+    def check_open() -> None:
+        if closed.is_set():
+            raise ClosedError("closed")
+
+    info, closing_of_client = ServerInfo(plain.server.endpoint, None), Wakeup()
+    with closing(QueryChannel(info, True, closing_of_client.fd, check_open, MONOTONIC)) as channel:
+        for _ in range(3):
+            assert channel.request(A, PATIENCE) == StoreValue(b"a")
+        assert info.local is not None
+        monkeypatch.setattr("zmqgrad.transport.query.channel.DealerConnection", lambda *_: pytest.fail("tcp"))
+        closed.set()
+        closing_of_client.set()
+        channel.hang_up()
+        with pytest.raises(ClosedError):
+            channel.request(A, PATIENCE)
+
+
+def test_a_channel_that_is_no_longer_used_leaves_the_fast_path_to_others(plain: Running) -> None:
+    if not local.supported():
+        pytest.skip("this system has no SOCK_SEQPACKET")
+    with closing(client_of(plain, fast_path=True)) as client:
+        assert client.request(A, PATIENCE) == StoreValue(b"a")
+        client.request(A, PATIENCE)
+        with pytest.raises(TimeoutError):
+            client.request(StoreGet("park", 60.0), 0.1)
+        assert client.server.local == plain.server.local
 
 
 def test_blocked_queries_do_not_delay_others(running: Running, client: QueryClient) -> None:

@@ -161,6 +161,7 @@ class QueryChannel:
 
     def _send_by_dealer(self) -> None:
         if self._dealer is None:
+            self._check_open()  # the fast path may have ended because the client is closed
             self._dealer = DealerConnection(self._server, self._poll, self.id)
         self._dealer.send(self._query.packet)
 
@@ -297,11 +298,13 @@ class QueryChannel:
 
     # ---- closing ----------------------------------------------------------------------------------------
 
-    def _close_local(self, reason: str) -> None:
+    def _close_local(self, reason: str = "") -> None:
+        """Closes the connection of the fast path; ``reason``: why it is broken."""
         fast, self._local, self._accepted = self._local, None, None
-        self._trouble = reason
         if fast is not None:
-            self._server.local = None  # the server may have restarted at another endpoint
+            if reason:
+                self._trouble = reason
+                self._server.local = None  # the server may have restarted at another endpoint
             self._poll.unregister(fast.fd)
             fast.close()
 
@@ -320,8 +323,7 @@ class QueryChannel:
     def close(self) -> None:
         """Closes both connections. Called by the thread that uses the channel. Idempotent."""
         self._close_dealer()
-        if self._local is not None:
-            self._close_local("closed")
+        self._close_local()
 
     def abandon(self) -> None:
         """In a forked child: closes the child's copy of the connection that the parent uses."""
