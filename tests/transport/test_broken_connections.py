@@ -8,11 +8,11 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from tests.support.relay import Relay, at_random
+from tests.support.relay import Direction, Fate, Relay, at_random
 from tests.support.waiting import eventually
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import session
-from zmqgrad.transport.base import Inbound, PeerAddress
+from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.sealed import transport as sealed_transport
 from zmqgrad.transport.security import Keys, load_keys
@@ -36,6 +36,7 @@ class Pair:
             for relay, mailbox in zip(self.relays, self.mailboxes, strict=True)
         ]
         self.arrived: list[SimpleQueue[Inbound]] = [SimpleQueue(), SimpleQueue()]
+        self.ended: list[SimpleQueue[PeerEnd]] = [SimpleQueue(), SimpleQueue()]
         for n in (0, 1):
             self.start(n)
 
@@ -43,7 +44,7 @@ class Pair:
         return ZmqMailbox(f"w{n}", n, keys=self.keys)
 
     def start(self, n: int) -> None:
-        self.mailboxes[n].start(self.arrived[n].put, self.addresses.__getitem__)
+        self.mailboxes[n].start(self.arrived[n].put, self.addresses.__getitem__, on_end=self.ended[n].put)
 
     def take(self, n: int, count: int) -> list[Inbound]:
         """The next messages that arrive at ``n``."""
@@ -81,6 +82,24 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 def ids(messages: list[Inbound]) -> list[int]:
     return [inbound.envelope.message_id for inbound in messages]
+
+
+def test_a_goodbye_reaches_a_peer_whose_first_connection_is_not_open_yet(pair: Pair) -> None:
+    began = threading.Event()
+
+    def swallow_the_first(direction: Direction, chunk: bytes) -> Fate:
+        if not began.is_set():
+            pair.relays[0].swallow()
+            began.set()
+        return "pass"
+
+    pair.relays[0].fate = swallow_the_first
+    pair.mailboxes[0].send(1, RESULT, 1)
+    assert ids(pair.take(1, 1)) == [1]
+    pair.mailboxes[1].send(0, RESULT, 1)
+    assert began.wait(WAIT)
+    pair.mailboxes[1].close("it has finished")
+    assert pair.ended[0].get(timeout=WAIT).reason == "it has finished"
 
 
 @pytest.mark.timeout(120)

@@ -468,11 +468,14 @@ class ZmqMailbox(Mailbox):
         try:
             with link.lock:  # another thread may be just opening the link
                 local, session = link.local, link.session
-                if session is not None:
-                    session.send_last(first)
+                is_sent = session is not None and session.send_last(first)
+                if session is not None and local is None and not is_sent and self._links.closed:
+                    if session.is_under_way():
+                        return
+                    self._links.shut(link)  # what waits for a connection would follow the last message
             if local is not None:
                 self._links.send_packet(link, local, first, awaited=False)
-            elif session is None and self._links.closed and link.paths:  # nothing was sent to it so far
+            elif not is_sent and self._links.closed and link.paths:
                 self._links.send_once(link, first, GOODBYE_LINGER_MS, waits)
         except (ZmqgradError, OSError, zmq.ZMQError) as e:
             logger.debug("%s: worker %d does not get the last message: %s", self._name, link.peer, e)

@@ -74,7 +74,7 @@ class SessionSocket:
         self._make_socket = make_socket
         self._sessions = sessions
         self._ack_wanted = False
-        self._sent = 0  # the highest number that was sent
+        self._sent = 0  # the highest number that was sent, by an open connection
         self._socket: zmq.Socket[bytes] | None = None
         self._connected = False  # the handshake has succeeded
         self._ready = False  # and the connection has not broken since
@@ -155,10 +155,16 @@ class SessionSocket:
             except zmq.Again:
                 self._ready, self._ack_wanted = False, True
 
-    def send_last(self, first: bytearray) -> None:
-        """Sends a message outside of the session, if there is a connection. Nothing is sent after it."""
-        if self._ready and self._socket is not None:
-            send_all(self._socket, first, ())
+    def send_last(self, first: bytearray) -> bool:
+        """Sends a message outside of the session, if there is a connection. Nothing is sent after it.
+
+        Returns:
+            Whether it was sent.
+        """
+        if not self._ready or self._socket is None:
+            return False
+        send_all(self._socket, first, ())
+        return True
 
     def _read_events(self) -> None:
         """Handles the events of the monitor. In the reading thread."""
@@ -234,6 +240,10 @@ class SessionSocket:
             self._sessions.reader.unwatch(self._monitor.fd)
             self._monitor.close()
             socket.close(linger=linger)
+
+    def is_under_way(self) -> bool:
+        """Returns whether a message may be on its way, which another connection could overtake."""
+        return max(self.peer_acknowledged, self.outgoing.acknowledged) < self._sent
 
     def is_flushed(self) -> bool:
         """Returns whether all messages were acknowledged."""
