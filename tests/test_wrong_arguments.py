@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +83,36 @@ WRONG_TYPES: list[tuple[str, Callable[[Any], object]]] = [
     ("address", lambda _: store.StoreServer(5)),  # type: ignore[arg-type]
     ("endpoint", lambda _: handler(endpoint=5)),
     ("local_addr", lambda _: handler(local_addr=5)),
+    ("name of a file", lambda _: store.StoreServer("tcp://127.0.0.1:*", journal=True)),  # type: ignore[arg-type]
+    ("port", lambda _: store.StoreServer("tcp://127.0.0.1:*", watch_port="x")),  # type: ignore[arg-type]
+    ("callback", lambda _: store.HashStore().watch_key("k", 5)),  # type: ignore[arg-type]
+    ("callback", lambda _: store.HashStore().watch_prefix("k", None)),  # type: ignore[arg-type]
+    ("RRefs", lambda _: rpc.RRefGroup(torch.tensor(1))),  # type: ignore[arg-type]
+    ("futures", lambda _: rpc.wait_all(torch.tensor(1))),  # type: ignore[arg-type]
 ]
 
 WRONG_VALUES: list[tuple[str, Callable[[], object]]] = [
     ("seconds", lambda: rpc.rpc_sync(0, abs, args=(1,), timeout=HUGE)),
     ("seconds", lambda: rpc.set_rpc_timeout(math.nan)),
     ("seconds", lambda: rpc.wait_all([], timeout=torch.ones(2))),  # type: ignore[arg-type]
+    ("seconds", lambda: rpc.rpc_sync(0, abs, args=(1,), timeout=torch.ones(2))),  # type: ignore[arg-type]
+    ("seconds", lambda: rpc.rpc_sync(0, abs, args=(1,), timeout=timedelta(seconds=-1))),  # type: ignore[arg-type]
     ("too long", lambda: store.HashStore(timeout=HUGE)),
+    ("max_clients", lambda: store.StoreServer("tcp://127.0.0.1:*", max_clients="x")),  # type: ignore[arg-type]
+    ("max_waiting", lambda: store.StoreServer("tcp://127.0.0.1:*", max_waiting=-1)),
+    ("descriptor -1", lambda: store.StoreServer("tcp://127.0.0.1:*", listen_fd=-1)),
+    ("no name of a file", lambda: store.StoreServer("tcp://127.0.0.1:*", journal="a\0b")),
+    ("no name of a file", lambda: store.FileStore("\ud800")),
+    ("no name of a file", lambda: store.FileStore("")),
+    ("no Unicode text", lambda: store.StoreServer("tcp://127.0.0.1:*", secret="\ud800")),
     ("no number", lambda: store.HashStore().wait(["k"], math.nan)),
     ("no Unicode text", lambda: store.HashStore().set("k", "\ud800")),
     ("host name", lambda: store.TCPStore("host..example", 1)),
     ("it must be host or host:port", lambda: handler(endpoint="host..example")),
     ("'x'", lambda: handler(min_nodes="x")),
     ("no rendezvous backend", lambda: handler(backend=[])),
+    ("local_addr", lambda: handler(local_addr="host..example")),
+    ("local_addr", lambda: elastic.LaunchConfig(local_addr=5)),  # type: ignore[arg-type]
     ("join_timeout", lambda: handler(join_timeout=HUGE)),
     ("keep_alive_max_attempt", lambda: handler(keep_alive_max_attempt=math.inf)),
     ("monitor_interval", lambda: elastic.LaunchConfig(monitor_interval="x")),  # type: ignore[arg-type]

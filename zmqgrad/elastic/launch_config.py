@@ -144,7 +144,7 @@ class LaunchConfig:
         if self.node_rank is not None:
             check_integer("node_rank", self.node_rank, 0, self.max_nodes - 1)
         for name in ("local_addr", "master_addr"):
-            if (host := getattr(self, name)) and not is_host(host):
+            if (host := getattr(self, name)) and not (isinstance(host, str) and is_host(host)):
                 raise ConfigurationError(f"{name} is {host!r}, which is not a host name or address")
         if self.max_nodes > 1 and self.master_addr and not self.rdzv_endpoint:
             meeting = f"{self.master_addr}:{self.master_port or STATIC_PORT}"

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from zmqgrad import environment
 from zmqgrad.elastic.backends import EtcdBackend, StoreBackend
 from zmqgrad.elastic.backends.store import store_is_lost
 from zmqgrad.elastic.endpoint import open_endpoint, parse_endpoint
@@ -124,9 +125,11 @@ def create_handler(
         >>> handler = create_handler("zmqgrad", "host0:29400", "job", 2, 4)  # doctest: +SKIP
         >>> store, rank, world_size, number = handler.next_rendezvous()  # doctest: +SKIP
     """
-    for value in (endpoint, local_addr or ""):
+    for value in (endpoint, "" if local_addr is None else local_addr):
         if not isinstance(value, str):
             raise ArgumentTypeError(f"the endpoint and local_addr must be text, not {value!r}")
+    if local_addr and not environment.is_host(local_addr):
+        raise ConfigurationError(f"local_addr is {local_addr!r}, which is not a host name or address")
     known = _backends.get(backend) if isinstance(backend, str) else None
     if known is None:
         raise ConfigurationError(

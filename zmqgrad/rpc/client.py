@@ -111,7 +111,8 @@ class Client:
             ConfigurationError: if ``timeout`` is negative.
             RpcTimeoutError: if the served call has no time left.
         """
-        seconds = self._worker.default_timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
+        default = self._worker.default_timeout
+        seconds = default if timeout is UNSET_RPC_TIMEOUT else check_timeout(timeout, default=default)
         left = time_left_for_calls()
         if left == math.inf:
             return seconds

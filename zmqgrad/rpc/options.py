@@ -300,21 +300,26 @@ def _is_integer(value: object, lowest: int, highest: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
 
 
-def check_timeout(value: Any, name: str = "timeout") -> float:
+def check_timeout(value: Any, name: str = "timeout", default: float = math.nan) -> float:
     """Seconds as a float, 0 for no limit.
+
+    Args:
+        default: for UNSET_RPC_TIMEOUT; NaN: there is none.
 
     Raises:
         ArgumentTypeError: unless ``value`` is a number of seconds or a timedelta.
         OptionError: if it is below 0.
     """
     if isinstance(value, timedelta):
-        value = value.total_seconds()
+        value, default = value.total_seconds(), math.nan
     if isinstance(value, bool) or not hasattr(type(value), "__float__"):
         raise ArgumentTypeError(f"{name} must be seconds or a timedelta, not {value!r}")
     try:
         seconds = float(value)
     except (OverflowError, RuntimeError, TypeError, ValueError) as e:  # too large; several elements
         raise OptionError(f"{name} must be a number of seconds: {e}") from None
+    if seconds == UNSET_RPC_TIMEOUT:
+        seconds = default
     if not seconds >= 0:
         raise OptionError(f"{name} must be at least 0 seconds (0: no limit), not {value!r}")
     return seconds

@@ -21,9 +21,13 @@ def as_list(values: Iterable[T], expected: str) -> list[T]:
     Raises:
         ArgumentTypeError: if they are not, or are a string.
     """
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    try:
+        each = None if isinstance(values, (str, bytes)) else iter(values)
+    except TypeError:  # also of what can be iterated by its type, such as a tensor without dimensions
+        each = None
+    if each is None:
         raise ArgumentTypeError(f"{expected}, not the {type(values).__name__} {values!r:.60}")
-    return list(values)
+    return list(each)
 
 
 def as_integer(value: Any, what: str) -> int:

@@ -21,7 +21,7 @@ from zmqgrad.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from zmqgrad.runtime.arguments import as_integer, as_list
+from zmqgrad.runtime.arguments import as_integer, as_list, check_callable
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.effects import MAX_BATCH_BYTES
@@ -262,6 +262,7 @@ class Store(ABC):
         Callbacks run in the store's own threads, each with one event at a time and in order. A callback may
         miss values that were soon replaced, never the last one. Exceptions in it are logged.
         """
+        check_callable(callback)
         self._watch(as_key(key), KeyCallbackAdapter(callback))
 
     def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
@@ -273,6 +274,7 @@ class Store(ABC):
 
         Otherwise as :meth:`watch_key`; events are in order over all these keys.
         """
+        check_callable(callback)
         self._watch(Prefix(as_key(prefix)), PrefixCallbackAdapter(callback))
 
     def unwatch_prefix(self, prefix: str, callback: PrefixCallback | None = None) -> None:

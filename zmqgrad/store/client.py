@@ -100,7 +100,7 @@ class TCPStore(Store):
                     journal=journal,
                     secret=secret,
                     listen_fd=master_listen_fd,
-                    watch_port=check_port(watch_port),
+                    watch_port=watch_port,
                     fast_path=fast_path,
                 )
             self._server = self._closing.server

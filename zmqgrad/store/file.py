@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 
-from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.runtime.arguments import as_integer
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.file_connection import FileConnection
@@ -47,9 +46,9 @@ class FileStore(TransactionalStore):
         *,
         allow_network_file_system: bool = False,
     ) -> None:
-        self._path = _as_path(file_name)
+        place = absolute(file_name)
+        self._path = os.fspath(file_name)
         world_size = as_integer(world_size, "the world size")
-        place = absolute(self._path)
         check_file_system(place, allow_network_file_system)
         self._allow_network = allow_network_file_system
         self._connection = FileConnection(f"file-store-{next(_numbers)}", place, world_size)
@@ -75,12 +74,3 @@ class FileStore(TransactionalStore):
 
     def __repr__(self) -> str:
         return f"<FileStore {self._path!r}>"
-
-
-def _as_path(name: str | os.PathLike[str]) -> str:
-    if not isinstance(name, (str, os.PathLike)):
-        raise ArgumentTypeError(f"the file name must be a str, not {type(name).__name__}")
-    path = os.fspath(name)
-    if not path or "\0" in path:
-        raise ConfigurationError(f"{path!r} is no name of a file")
-    return path

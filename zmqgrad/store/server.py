@@ -14,7 +14,9 @@ from typing import Any
 
 from zmqgrad import environment
 from zmqgrad.errors import ArgumentTypeError, StoreError
+from zmqgrad.runtime.arguments import check_integer
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.store.addresses import check_port
 from zmqgrad.store.contents import Contents
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.leases import MAX_WAITING
@@ -77,11 +79,13 @@ class StoreServer:
     ) -> None:
         if not isinstance(address, str):
             raise ArgumentTypeError(f"the address of a store must be a str, not {type(address).__name__}")
+        check_integer("max_clients", max_clients, 1)
+        check_integer("max_waiting", max_waiting, 0)
         self.name = name
         self.drain_seconds = 0.0
         """How long closing waits until the other clients have disconnected; it accepts no new ones then."""
         self._keys = keys_for_store(secret)
-        self._watch_port = watch_port
+        self._watch_port = check_port(watch_port)
         contents, replies = Contents(), ReplyCache()
         self._journal = None if journal is None else Journal(journal, sync=sync)
         with ExitStack() as undo:

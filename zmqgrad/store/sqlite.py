@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zmqgrad import environment
-from zmqgrad.errors import ConfigurationError, StoreError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, StoreError
 
 APPLICATION_ID = 0x7A677374
 """``PRAGMA application_id`` of every file of ours: the letters ``zgst``."""
@@ -44,10 +44,17 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """``path`` wherever the program goes, and never a name that SQLite reserves, such as ``:memory:``.
 
     Raises:
+        ArgumentTypeError, ConfigurationError: if it is no name of a file.
         StoreError: if it is relative, and the current directory was removed.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(f"the name of a file must be a str, not {type(path).__name__}")
     try:
+        if path == "" or b"\0" in os.fsencode(path):
+            raise ConfigurationError(f"{path!r} is no name of a file")
         return Path(path).absolute()
+    except UnicodeEncodeError as e:
+        raise ConfigurationError(f"{path!r} is no name of a file: {e.reason}") from None
     except OSError as e:
         raise StoreError(f"cannot open {path!r} in the current directory: {e.strerror or e}") from e
 

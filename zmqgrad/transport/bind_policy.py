@@ -142,8 +142,9 @@ def _listen(number: int, port: str, *, secured: bool) -> str:
     """Listens on file descriptor ``number``, which stays the caller's. Returns its address."""
     try:
         bound = sockets.socket(fileno=number)
-    except OSError as e:
-        raise ConfigurationError(f"file descriptor {number} is no socket to listen at: {e.strerror}") from e
+    except (OSError, OverflowError, TypeError, ValueError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ConfigurationError(f"file descriptor {number} is no socket to listen at: {why}") from e
     try:
         if bound.family not in (sockets.AF_INET, sockets.AF_INET6) or bound.type != sockets.SOCK_STREAM:
             raise ConfigurationError(f"file descriptor {number} is no tcp socket")

@@ -92,7 +92,7 @@ def find_secret(secret: str | bytes | None = None) -> bytes | None:
 
     Raises:
         ArgumentTypeError: if ``secret`` is neither str nor bytes.
-        ConfigurationError: if the secret is too short, set twice, or its file cannot be read safely.
+        ConfigurationError: if the secret is too short, no text, set twice, or its file cannot be read safely.
     """
     if secret is None:
         value, path = environment.secret(), environment.secret_file()
@@ -103,7 +103,10 @@ def find_secret(secret: str | bytes | None = None) -> bytes | None:
         return None if value is None else _checked(os.fsencode(value), environment.SECRET)
     if not isinstance(secret, (str, bytes)):
         raise ArgumentTypeError(f"a secret must be str or bytes, not {type(secret).__name__}")
-    return _checked(secret.encode() if isinstance(secret, str) else secret, "the secret")
+    try:
+        return _checked(secret if isinstance(secret, bytes) else os.fsencode(secret), "the secret")
+    except UnicodeEncodeError as e:
+        raise ConfigurationError(f"a secret that is no Unicode text: {e.reason}") from None
 
 
 def store_secret(secret: bytes) -> bytes:
