@@ -83,6 +83,10 @@ WRONG_TYPES: list[tuple[str, Callable[[Any], object]]] = [
     ("address", lambda _: store.StoreServer(5)),  # type: ignore[arg-type]
     ("endpoint", lambda _: handler(endpoint=5)),
     ("local_addr", lambda _: handler(local_addr=5)),
+    ("fn", lambda _: elastic.launch(elastic.LaunchConfig(), print)),  # type: ignore[arg-type]
+    ("config", lambda _: elastic.launch(print, print)),  # type: ignore[arg-type]
+    ("rdzv_endpoint", lambda _: elastic.LaunchConfig(rdzv_endpoint=5)),  # type: ignore[arg-type]
+    ("env", lambda _: elastic.LaunchConfig(env=5)),  # type: ignore[arg-type]
     ("name of a file", lambda _: store.StoreServer("tcp://127.0.0.1:*", journal=True)),  # type: ignore[arg-type]
     ("port", lambda _: store.StoreServer("tcp://127.0.0.1:*", watch_port="x")),  # type: ignore[arg-type]
     ("callback", lambda _: store.HashStore().watch_key("k", 5)),  # type: ignore[arg-type]
@@ -113,6 +117,12 @@ WRONG_VALUES: list[tuple[str, Callable[[], object]]] = [
     ("no rendezvous backend", lambda: handler(backend=[])),
     ("local_addr", lambda: handler(local_addr="host..example")),
     ("local_addr", lambda: elastic.LaunchConfig(local_addr=5)),  # type: ignore[arg-type]
+    ("cannot hold 5 as 'a'", lambda: elastic.LaunchConfig(env={"a": 5})),  # type: ignore[dict-item]
+    ("'a=b'", lambda: elastic.LaunchConfig(env={"a=b": "c"})),
+    ("'role'", lambda: elastic.LaunchConfig(role="a\0b")),
+    ("'role'", lambda: elastic.LaunchConfig(role="\ud800")),
+    ("log_dir", lambda: elastic.launch(print, elastic.LaunchConfig(log_dir=Path("/dev/null/logs")))()),
+    ("log_dir", lambda: elastic.launch(print, elastic.LaunchConfig(log_dir=Path("a\0b")))()),
     ("join_timeout", lambda: handler(join_timeout=HUGE)),
     ("keep_alive_max_attempt", lambda: handler(keep_alive_max_attempt=math.inf)),
     ("monitor_interval", lambda: elastic.LaunchConfig(monitor_interval="x")),  # type: ignore[arg-type]

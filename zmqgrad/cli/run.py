@@ -23,7 +23,7 @@ from zmqgrad.elastic.agent.lifecycle import Result
 from zmqgrad.elastic.agent.listening import write_all
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
-from zmqgrad.elastic.launch_config import LaunchConfig
+from zmqgrad.elastic.launch_config import LaunchConfig, make_log_dir
 from zmqgrad.errors import ConfigurationError, RendezvousError, TraceError
 
 __all__ = ["add_arguments", "execute"]
@@ -49,7 +49,9 @@ def execute(arguments: argparse.Namespace) -> int:
     coloured = frozenset(terminals) if wants_colour(inherited) else frozenset()
     if arguments.verbose and "OMP_NUM_THREADS" not in inherited and config.nproc_per_node > 1:
         _print_error("OMP_NUM_THREADS=1 for each worker, because it was not set and they share the cores")
-    output = OutputConfig(labels(coloured), terminals, _log_dir(config.log_dir), config.redirects, config.tee)
+    output = OutputConfig(
+        labels(coloured), terminals, make_log_dir(config.log_dir), config.redirects, config.tee
+    )
     try:
         result, stderr_tail = run_job(
             config, starts_script(command, output), inherited, output, _print_error, arguments.verbose
@@ -127,15 +129,6 @@ def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
         return f"{text} ".encode()
 
     return label
-
-
-def _log_dir(path: Path | None) -> Path | None:
-    if path is not None:
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(f"--log-dir {path} cannot be created: {error.strerror}") from error
-    return path
 
 
 def _print_error(*lines: str) -> None:

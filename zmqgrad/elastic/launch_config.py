@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zmqgrad.environment import MAX_PORT, is_host
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.runtime.arguments import check_integer, check_seconds
+from zmqgrad.runtime.arguments import check_instance, check_integer, check_seconds
 
 STATIC_PORT = 29500
 """Where nodes meet at ``master_addr``, unless ``master_port`` is set; as with torchrun."""
@@ -146,6 +147,10 @@ class LaunchConfig:
         for name in ("local_addr", "master_addr"):
             if (host := getattr(self, name)) and not (isinstance(host, str) and is_host(host)):
                 raise ConfigurationError(f"{name} is {host!r}, which is not a host name or address")
+        check_instance("rdzv_endpoint", self.rdzv_endpoint, str, "text")
+        check_instance("env", self.env, Mapping, "a dict of texts")
+        for name, text in (("role", self.role), ("run_id", self.run_id or ""), *self.env.items()):
+            _check_variable(name, text)
         if self.max_nodes > 1 and self.master_addr and not self.rdzv_endpoint:
             meeting = f"{self.master_addr}:{self.master_port or STATIC_PORT}"
             object.__setattr__(self, "rdzv_endpoint", meeting)
@@ -183,6 +188,32 @@ class LaunchConfig:
                 f"nnodes is {nodes}, but the nodes have no place to meet: set rdzv_endpoint "
                 "(--rdzv-endpoint) to the HOST:PORT of one of them, the same on all"
             )
+
+
+def _check_variable(name: object, text: object) -> None:
+    """Raise ConfigurationError unless the environment of a process can hold ``text`` as ``name``."""
+    try:
+        valid = isinstance(name, str) and isinstance(text, str) and name and "=" not in name
+        valid = valid and b"\0" not in os.fsencode(f"{name}{text}")
+    except UnicodeEncodeError:
+        valid = False
+    if not valid:
+        raise ConfigurationError(f"the environment of workers cannot hold {text!r} as {name!r}")
+
+
+def make_log_dir(path: Path | None) -> Path | None:
+    """Create the directory ``path`` for logs if it is missing, and return it.
+
+    Raises:
+        ConfigurationError: if that fails.
+    """
+    if path is not None:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (OSError, ValueError) as e:  # the latter for what no file system has as a name
+            why = e.strerror if isinstance(e, OSError) else e
+            raise ConfigurationError(f"log_dir (--log-dir) {str(path)!r} cannot be created: {why}") from e
+    return path
 
 
 def _as_path(name: str, value: object) -> Path:

@@ -18,8 +18,9 @@ from zmqgrad.elastic.agent.ranks import Placement
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import OutputConfig
 from zmqgrad.elastic.agent.workers import Tail, Worker
-from zmqgrad.elastic.launch_config import LaunchConfig
+from zmqgrad.elastic.launch_config import LaunchConfig, make_log_dir
 from zmqgrad.errors import WorkerFailedError
+from zmqgrad.runtime.arguments import check_callable, check_instance
 
 
 class launch:
@@ -33,6 +34,9 @@ class launch:
         fn: called in each worker.
         config: of the job; None: one worker.
 
+    Raises:
+        ArgumentTypeError: if one is of another type, as when they are given in the order of torch.
+
     Example:
         >>> if __name__ == "__main__":  # doctest: +SKIP
         ...     print(launch(train, LaunchConfig(nproc_per_node=2, max_restarts=3))(0.1))  # by rank
@@ -40,8 +44,10 @@ class launch:
     """
 
     def __init__(self, fn: Callable[..., Any], config: LaunchConfig | None = None) -> None:
+        check_callable(fn, "fn")
         self._fn = fn
-        self._config = config or LaunchConfig()
+        self._config = LaunchConfig() if config is None else config
+        check_instance("config", self._config, LaunchConfig, "a LaunchConfig")
 
     def __call__(self, *args: Any) -> dict[int, Any]:
         """Run the job. Returns the results of the workers of this node, by rank.
@@ -59,9 +65,7 @@ class launch:
     def _run(self, args: tuple[Any, ...], directory: Path) -> dict[int, Any]:
         config = self._config
         context = get_context(config.start_method)
-        output = OutputConfig(_label, {}, config.log_dir, config.redirects, config.tee)
-        if config.log_dir is not None:
-            config.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        output = OutputConfig(_label, {}, make_log_dir(config.log_dir), config.redirects, config.tee)
         results: dict[int, Path] = {}
 
         def start(place: Placement, local_rank: int, environ: Mapping[str, str], files: Path) -> Worker:
