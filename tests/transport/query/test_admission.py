@@ -98,3 +98,18 @@ def test_a_client_that_reconnects_is_served_beyond_the_limit(admission: Admissio
     assert connect(admission, 2, FD)
     assert connect(admission, 3, FD + 1)
     assert connect(admission, 1, FD + 2)
+
+
+def test_a_client_that_is_connected_is_known_however_many_come_and_go(admission: Admission) -> None:
+    assert connect(admission, 1, FD)
+    for client in range(100, 110):
+        admission.add_local("connection", client)
+        admission.remove_local("connection")
+        assert connect(admission, 100 + client, FD + 1)
+        admission.on_disconnected(FD + 1)
+    assert admission.knows(1)
+    assert not admission.knows(100)
+    admission.on_disconnected(FD)
+    assert connect(admission, 2, FD)
+    assert connect(admission, 3, FD + 1)
+    assert connect(admission, 1, FD + 2), "its connection broke, and others took the place"

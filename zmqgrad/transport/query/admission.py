@@ -23,9 +23,8 @@ class Admission:
         """Descriptors of the tcp connections of clients that were refused."""
         self._open: set[int] = set()  # descriptors of tcp connections
         self._tcp_clients: dict[int, int] = {}  # the client of each, by descriptor
-        self._known: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # their last descriptors or -1, also of those that left
+        # Their last descriptors or -1, of all that are connected, and those that left last.
+        self._known: OrderedDict[int, int] = OrderedDict()
         self._local_clients: dict[Hashable, int] = {}  # by connection of the fast path
         self._local_ids: set[int] = set()  # the values of _local_clients
 
@@ -79,6 +78,12 @@ class Admission:
             self._local_ids.discard(client)
 
     def _remember(self, client: int, fd: int) -> None:
-        self._known[client] = fd
-        if len(self._known) > 2 * self.limit:
-            self._known.popitem(last=False)
+        """Called before ``client`` is counted. Forgets another one that has left, if there are many."""
+        known = self._known
+        known[client] = fd
+        known.move_to_end(client)
+        for _ in range(len(known) - 1 if len(known) > 2 * self.limit else 0):
+            oldest, fd = known.popitem(last=False)
+            if oldest not in self._local_ids and self._tcp_clients.get(fd) != oldest:
+                break
+            known[oldest] = fd
