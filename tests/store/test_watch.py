@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.interpreter import run_python
 from tools.ports import free_port
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
@@ -479,6 +480,35 @@ def test_keys_with_a_common_prefix_are_distinguished() -> None:
         assert got == {(key, (None, key.encode())) for key in ("a", "ab", "a\0b")}
         store.set("a", "end")
         assert seen.get(timeout=PATIENCE) == ("a", (b"a", b"end"))
+
+
+def test_the_longest_key_and_prefix_can_be_watched() -> None:
+    """In a process of its own: libzmq overflowed the stack when the client closed, and ended the process."""
+    shown = run_python(
+        """
+import queue
+from zmqgrad.store import TCPStore
+from zmqgrad.wire.messages import MAX_KEY
+longest = "\U0001f525" * MAX_KEY
+other = longest[:-1] + "a"
+seen = queue.Queue()
+with TCPStore("127.0.0.1", 0, is_master=True) as store, TCPStore("127.0.0.1", store.port) as client:
+    client.watch_key(longest, lambda old, new: seen.put(("key", new)))
+    client.watch_prefix(longest[:-1], lambda key, old, new: seen.put((key == longest, new)))
+    store.set(other, "of the prefix alone")
+    print(*seen.get(timeout=20))
+    store.set(longest, "of both")
+    print(*sorted((seen.get(timeout=20) for _ in range(2)), key=str))
+    client.unwatch_key(longest)
+    store.set(longest, "later")
+    print(*seen.get(timeout=20), seen.empty())
+"""
+    )
+    assert shown.splitlines() == [
+        "False b'of the prefix alone'",
+        "('key', b'of both') (True, b'of both')",
+        "True b'later' True",
+    ]
 
 
 def test_the_server_drops_watches_of_dead_clients() -> None:

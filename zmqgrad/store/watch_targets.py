@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 
@@ -18,6 +19,11 @@ INTERNAL_PREFIX = "\0"
 """Keys with this prefix are the library's own: not counted, not listed, and matched by no other prefix."""
 
 
+MAX_PLAIN_BYTES = 256
+"""A longer key or prefix has its hash as a topic. libzmq keeps topics in a tree with a node for each byte,
+and frees that by recursion, which overflows the stack."""
+
+
 def prefix_matches(prefix: str, key: str) -> bool:
     """Whether a watch of ``prefix`` covers ``key``."""
     return key.startswith(prefix) and key.startswith(INTERNAL_PREFIX) == prefix.startswith(INTERNAL_PREFIX)
@@ -29,6 +35,8 @@ def topic_of(target: Target) -> bytes:
     A key that contains a zero byte can still match the topic of a shorter one, so subscribers also check the
     key in the message.
     """
-    if isinstance(target, Prefix):
-        return b"\x02" + target.text.encode() + b"\0"
-    return b"\x01" + target.encode() + b"\0"
+    is_prefix = isinstance(target, Prefix)
+    name = (target.text if isinstance(target, Prefix) else target).encode()
+    if len(name) <= MAX_PLAIN_BYTES:
+        return (b"\x02" if is_prefix else b"\x01") + name + b"\0"
+    return (b"\x04" if is_prefix else b"\x03") + hashlib.sha256(name).digest()
