@@ -152,6 +152,10 @@ def test_an_advertised_address(several: None, monkeypatch: pytest.MonkeyPatch) -
         ConfigurationError, match=r"ADVERTISE_ADDRESS=no-such-host\.invalid cannot be resolved"
     ):
         choose_address("far", secured=True)
+    for unspecified in ("0.0.0.0", "[::]"):
+        monkeypatch.setenv(environment.ADVERTISE_ADDRESS, unspecified)
+        with pytest.raises(ConfigurationError, match="any address of a host"):
+            choose_address("far", secured=True)
     for malformed in ("gate..example", "gate\udcff"):  # of which the resolver raises no OSError
         monkeypatch.setenv(environment.ADVERTISE_ADDRESS, malformed)
         with pytest.raises(ConfigurationError, match=f"ADVERTISE_ADDRESS is '{ascii(malformed)[1:5]}"):

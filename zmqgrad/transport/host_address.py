@@ -6,6 +6,7 @@ By default both are the address of this host on the route to the host of the sto
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket as sockets
 from typing import NamedTuple
@@ -139,10 +140,12 @@ def _advertised() -> str | None:
     host = environment.advertise_address()
     if host is None:
         return None
+    setting = f"{environment.ADVERTISE_ADDRESS}={host}"
+    remedy = "give the numeric address at which other hosts reach this one"
     try:
-        return str(sockets.getaddrinfo(host.strip("[]"), None, type=sockets.SOCK_STREAM)[0][4][0])
+        address = str(sockets.getaddrinfo(host.strip("[]"), None, type=sockets.SOCK_STREAM)[0][4][0])
     except OSError as e:
-        raise ConfigurationError(
-            f"{environment.ADVERTISE_ADDRESS}={host} cannot be resolved here ({e.strerror or e}): give the "
-            f"numeric address at which other hosts reach this one"
-        ) from e
+        raise ConfigurationError(f"{setting} cannot be resolved here ({e.strerror or e}): {remedy}") from e
+    if ipaddress.ip_address(address).is_unspecified:  # each host would reach itself
+        raise ConfigurationError(f"{setting} is any address of a host, which others cannot reach: {remedy}")
+    return address
