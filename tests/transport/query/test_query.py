@@ -588,6 +588,18 @@ def test_a_newcomer_of_this_host_comes_by_no_port(caplog: pytest.LogCaptureFixtu
     running.stop()
 
 
+@pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
+def test_a_newcomer_accepted_before_is_not_admitted_by_its_second_ping(plain: Running) -> None:
+    """A channel begins with a ping of its own, before the query, which is a ping as well."""
+    with closing(client_of(plain, fast_path=True)) as late:
+        late.server.local = plain.server.local  # with its incarnation, so that the listener accepts it
+        plain.server.refuses_newcomers = True
+        with pytest.raises(TimeoutError):
+            late.request(StorePing(""), 0.1)
+        plain.server.refuses_newcomers = False
+        assert isinstance(late.request(StorePing(""), PATIENCE), StorePong)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("address", [LOOPBACK, "tcp://*:*", "a descriptor"])
 def test_a_server_out_of_file_descriptors_keeps_its_port(

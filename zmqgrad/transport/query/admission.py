@@ -60,14 +60,15 @@ class Admission:
 
     def knows(self, client: int) -> bool:
         """Returns whether ``client`` was admitted before."""
-        return client in self._local_ids or client in self._known
+        return client in self._known
 
-    def add_local(self, connection: Hashable, client: int) -> None:
-        """Counts ``client`` as one of the fast path from now on."""
+    def add_local(self, connection: Hashable, client: int, *, admit: bool = True) -> None:
+        """Counts ``client`` as one of the fast path from now on; with ``admit`` it is known, too."""
         fd = self._known.get(client, -1)
         if self._tcp_clients.get(fd) == client:
             del self._tcp_clients[fd]
-        self._remember(client, -1)
+        if admit:
+            self._remember(client, -1)
         self._local_clients[connection] = client
         self._local_ids.add(client)
 

@@ -352,13 +352,14 @@ class QueryServer:
         self, route: Route, frame: zmq.Frame | None, client_id: int, request_id: int, query: StorePing
     ) -> None:
         """Replies to a client that begins, or that tests whether its connection still works."""
-        fd, is_known = -1, self._admission.knows(client_id)
+        is_refused = (self.refuses_newcomers or self._ending) and not self._admission.knows(client_id)
+        fd = -1
         if frame is None:
-            self._admission.add_local(route, client_id)
+            self._admission.add_local(route, client_id, admit=not is_refused)
         else:
             fd = connection_fd(frame)
             self._listener.hear(fd)
-        if (self.refuses_newcomers or self._ending) and not is_known:
+        if is_refused:
             return  # it will find the next server here when this one has closed the connection
         if frame is not None and not self._admission.admit_tcp(client_id, fd):
             self._refuse_surplus(route, request_id)
