@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.waiting import eventually
 from zmqgrad import autograd, rpc
-from zmqgrad.errors import AutogradError, PayloadError, RpcTimeoutError, RRefError, UnknownWorkerError
+from zmqgrad.errors import (
+    AutogradError,
+    PayloadError,
+    RemoteError,
+    RpcTimeoutError,
+    RRefError,
+    UnknownWorkerError,
+)
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import MessageType
@@ -165,6 +175,72 @@ def test_a_received_reference_is_confirmed(trio: Cluster) -> None:
     rref.to_here()
     rref._get_future().wait()
     assert rref.confirmed_by_owner()
+
+
+# ---- errors of values ------------------------------------------------------------------------------------
+
+
+def use(rref: Any) -> str:
+    """Use it, which fails, in a frame that holds another reference, which leads to it."""
+    held = rpc.remote(1, here, args=(rref,))
+    with pytest.raises(KeyError):
+        rref.to_here()
+    with pytest.raises(KeyError):
+        held.to_here()
+    return held.owner_name()
+
+
+def here(rref: Any) -> Any:
+    """Its value."""
+    return rref.to_here()
+
+
+def fail_with(error: BaseException, rref: Any = None) -> None:
+    """Fails, while its frame holds ``rref``, as does that of what led to it."""
+    try:
+        fail_first(rref)
+    except ValueError as e:
+        raise error from e
+
+
+def fail_first(rref: Any) -> None:
+    """As above."""
+    raise ValueError
+
+
+def test_errors_of_values_keep_nothing_alive(trio: Cluster) -> None:
+    for owner in 0, 1, 2:
+        assert use(rpc.remote(owner, never_made)) == "worker1"
+        other = rpc.remote(1, never_made)
+        use(rpc.remote(owner, fail_with, args=(KeyError(), other)))
+        use(rpc.remote(owner, here, args=(other,)))
+    del other
+    gc.collect()
+    eventually(
+        lambda: [w.references.statistics() for w in trio.workers],
+        lambda found: not any(sum(each.values()) for each in found),
+    )
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_error_of_a_value_is_raised_again_and_again(trio: Cluster, owner: int) -> None:
+    rref = rpc.remote(owner, fail_with, args=(ZeroDivisionError("why"),))
+    seen: list[str] = []
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError) as caught:
+            rref.to_here()
+        shown = "".join(traceback.format_exception(caught.value))
+        seen.append(shown)
+        assert all(part in shown for part in ("ValueError", "in fail_first", "in fail_with"))
+    assert seen[0] == seen[1] == seen[2], "without the frames of those who asked before"
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_an_own_value_that_was_not_made_ends_no_thread(trio: Cluster, error: BaseException) -> None:
+    rref = rpc.remote(0, fail_with, args=(error,))
+    for how in rref.to_here, rref.local_value, lambda: rref.remote().foo().to_here():
+        with pytest.raises(RemoteError, match=rf"builtins.{type(error).__name__} cannot be rebuilt here"):
+            how()
 
 
 # ---- backward --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.peer_contexts import PeerContexts
 from zmqgrad.rpc.profiling import callee_range
+from zmqgrad.rpc.raising import forget_variables
 from zmqgrad.rpc.relaying import complete
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.rpc.rref.table import ReferenceTable
@@ -93,18 +94,21 @@ class Callee:
                 return
             function, args, kwargs = self._decode(inbound, call, tensors)
             tensors = None  # the function decides how long they live
-            with callee_range(self._worker, source, call.function or function, call.traceparent):
-                try:
-                    value = function(*args, **kwargs) if run is None else run(function, args, kwargs)
-                except TypeError as e:
-                    check_operator(function, e)
-                    raise
-            value = check_result(function, value)
-            del args, kwargs
+            try:
+                with callee_range(self._worker, source, call.function or function, call.traceparent):
+                    try:
+                        value = function(*args, **kwargs) if run is None else run(function, args, kwargs)
+                    except TypeError as e:
+                        check_operator(function, e)
+                        raise
+                value = check_result(function, value)
+            finally:
+                del function, args, kwargs  # a traceback refers to this frame
         except BaseException as e:
             if created is None:
                 raise
-            created.set_exception(e)
+            tensors = run = None  # as above
+            created.set_exception(forget_variables(e))
         finish = self._reply if created is None else partial(self._created, created)
         if type(value) is DeferredResult:
             self._await(inbound, value, partial(finish, inbound, call, value))

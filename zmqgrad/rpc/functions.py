@@ -18,6 +18,7 @@ import torch
 
 from zmqgrad.errors import OperatorError, RpcError
 from zmqgrad.rpc.calls import describe
+from zmqgrad.rpc.raising import copy_exception
 from zmqgrad.rpc.serialization.scripts import scripted_name
 from zmqgrad.rpc.torch_internals import CppFuture, is_torch_operator
 from zmqgrad.runtime.future import Promise
@@ -85,7 +86,7 @@ class DeferredResult:
         try:
             promise.set_result(self.value())
         except BaseException as e:
-            promise.set_exception(e)
+            promise.set_exception(copy_exception(e))  # whose traceback would refer to the future
         return promise
 
 

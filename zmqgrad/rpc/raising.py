@@ -4,15 +4,24 @@ Note [Errors of futures]: the garbage collector cannot see what a future holds i
 refers to the frames that it passed through, and these refer to the future: stored in the future, the
 exception would form a cycle that is never freed. So a future holds a copy that was never raised, and each
 ``wait`` raises another copy.
+
+Note [Errors of values]: an RRef whose value could not be made keeps the error, with its traceback, which goes
+to all who ask for the value. The frames may hold other RRefs, on whose owner an error holds this one: a cycle
+that no garbage collector sees. So their variables are freed (:func:`forget_variables`), and each who asks
+gets a copy (:func:`result_of`), or the error would go on to collect the frames of them all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import logging
 import traceback
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+from zmqgrad.runtime.future import Promise
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +29,11 @@ logger = logging.getLogger(__name__)
 MAX_CAUSES = 8
 """Length of the chain of causes that is copied: some chains are endless."""
 
-_ARGS, _CAUSE, _SUPPRESS, _TRACEBACK = (
-    vars(BaseException)[name] for name in ("args", "__cause__", "__suppress_context__", "__traceback__")
+T = TypeVar("T")
+
+_ARGS, _CAUSE, _CONTEXT, _SUPPRESS, _TRACEBACK = (
+    vars(BaseException)[name]
+    for name in ("args", "__cause__", "__context__", "__suppress_context__", "__traceback__")
 )  # by which they can be read and set whatever methods or properties the class of an error has
 
 
@@ -109,6 +121,44 @@ def _copy(error: BaseException) -> BaseException:
 def raise_copy(error: Exception) -> None:
     """Raise a copy of ``error``. Torch calls this for the error of a failed future."""
     raise copy_exception(error)
+
+
+def forget_variables(error: BaseException) -> BaseException:
+    """Free the variables in the tracebacks of ``error`` and of what led to it; returns ``error``.
+
+    Except those of running functions, and of generators, which may go on.
+    """
+    chain: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while chain:
+        each = chain.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        chain += _CAUSE.__get__(each), _CONTEXT.__get__(each)
+        for frame, _ in traceback.walk_tb(traceback_of(each)):
+            if not frame.f_code.co_flags & _GENERATORS:
+                with contextlib.suppress(RuntimeError):
+                    frame.clear()
+    return error
+
+
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def result_of(promise: Promise[T]) -> T:
+    """The value of ``promise``, which is done. Raises a copy of its error: see Note [Errors of values]."""
+    error = promise.exception()
+    if error is None:
+        return promise.result()
+    copied = copy_exception(error, causes=0)
+    try:
+        if copied is not error:
+            for kept in (_CAUSE, _CONTEXT, _SUPPRESS, _TRACEBACK):
+                kept.__set__(copied, kept.__get__(error))
+        raise copied
+    finally:
+        del copied, error, promise  # the traceback refers to this frame
 
 
 def error_of_callback(error: BaseException) -> RuntimeError:

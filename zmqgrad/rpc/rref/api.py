@@ -18,6 +18,8 @@ from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.profiling import caller_range
+from zmqgrad.rpc.raising import result_of
+from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
 from zmqgrad.rpc.rref import proxies
 from zmqgrad.rpc.rref.handle import Handle
 from zmqgrad.rpc.serialization.context import SerializedByReference, SerializedPayload
@@ -141,7 +143,11 @@ class RRef(SerializedByReference, Generic[T]):
                 f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked with an "
                 f"error: making the value of {self} on {self._worker.name}"
             )
-        result: T = promise.result()
+        error = promise.exception()
+        if error is not None and not isinstance(error, Exception):
+            # A SystemExit of the function that should have made it must not end this thread.
+            raise rebuild_exception(describe_exception(error, repr(self.owner())))
+        result: T = result_of(promise)
         wait_for_default_streams((result,))
         if (notify := self._worker.hooks.on_local_value) is not None:
             notify(result)
@@ -162,7 +168,7 @@ class RRef(SerializedByReference, Generic[T]):
         if self.is_owner():
             return self._own_value(seconds)
         if self.handle.promise is not None:
-            self.handle.promise.result()  # raises if its creation failed
+            result_of(self.handle.promise)  # raises if its creation failed
         self._worker.references.check_alive(self.handle, "to_here() on it")
         message = RRefFetch(self.handle.rref_id, seconds)
         worker, owner = self._worker, self.handle.owner

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zmqgrad.errors import RpcTimeoutError, RRefError
+from zmqgrad.rpc.raising import result_of
 from zmqgrad.rpc.rref.protocol import Effect, OwnerForks, RecentIds
 from zmqgrad.runtime.future import Promise
 from zmqgrad.wire.ids import show_id, split_id
@@ -108,7 +109,7 @@ class OwnedValues:
                 f"RPC ran for more than set timeout ({(timeout or 0.0) * 1000:.0f} ms): value "
                 f"{show_id(rref_id)} of {self._name} was not made within it"
             )
-        return promise.result()
+        return result_of(promise)
 
     # ---- forks ------------------------------------------------------------------------------------------
 
