@@ -203,6 +203,21 @@ def test_the_port_is_free_when_the_last_store_has_been_withdrawn() -> None:
     listen("127.0.0.1", port).close()
 
 
+def test_the_port_is_free_if_an_interrupt_came_as_its_thread_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread went on, and nobody could end it: ``init_rpc`` found the port in use from then on."""
+    port, start, patience = free_port(), threading.Thread.start, Deadline.after(PATIENCE)
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted_start)
+        with pytest.raises(KeyboardInterrupt):
+            open_torch_store("127.0.0.1", port, True, patience)
+    listen("127.0.0.1", port).close()
+
+
 def test_a_port_of_another_rank_0_is_refused() -> None:
     port, patience = free_port(), Deadline.after(PATIENCE)
     shared = open_torch_store("127.0.0.1", port, True, patience)

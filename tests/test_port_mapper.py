@@ -28,6 +28,7 @@ def serving() -> Iterator[tuple[PortMapper, tuple[str, int]]]:
     listening = socket.create_server(("127.0.0.1", 0))
     where = listening.getsockname()
     with closing(PortMapper(listening)) as mapper:
+        mapper.start()
         yield mapper, where
 
 

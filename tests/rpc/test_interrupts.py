@@ -170,6 +170,20 @@ def test_an_interrupt_while_a_store_is_made_leaves_no_server(kind: type[BaseExce
     assert number > 10
 
 
+@pytest.mark.open_outcomes
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_a_worker_joins_leaves_no_worker() -> None:
+    """One that came just after it had joined left all of it, and nothing could shut it down."""
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", num_worker_threads=1)
+    join = partial(rpc.init_rpc, "alone", rank=0, world_size=1, rpc_backend_options=options)
+    number = 0
+    while interrupted(number, ("zmqgrad.rpc.membership.bootstrap",), join):
+        number += 1
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("alone")]
+    rpc.shutdown()
+    assert number > 10
+
+
 used: list[int] = []
 
 

@@ -376,6 +376,25 @@ def test_a_system_out_of_threads(
     first.wait(10)
 
 
+def test_a_thread_whose_start_was_interrupted_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knew of it, so it waited for tasks for ever, after shutdown, too."""
+    pool, started = make(1), []
+    start = threading.Thread.start
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+        if len(started) == 1:  # Ctrl-C comes as this thread waits until that one runs
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(lambda: None)
+    started[0].join(10)
+    assert not started[0].is_alive()
+    assert run(pool, lambda: 7).wait(10) == 7
+
+
 def test_a_pool_of_no_threads_is_refused() -> None:
     with pytest.raises(ValueError, match="not 0"):
         ThreadPool("p", 0)

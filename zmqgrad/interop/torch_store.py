@@ -173,8 +173,16 @@ class SharedPort:
         """Does nothing, as nothing here waits."""
 
     def share(self) -> SharedPort:
-        """Count one more user. Each must call :meth:`withdraw`."""
-        self._users += 1
+        """Count one more user, and serve the first. Each must call :meth:`withdraw`, unless this raises."""
+        try:
+            self._users += 1
+            if self._users == 1:
+                self._mapper.start()
+                if not hasattr(torch_rendezvous, _ASKS):
+                    self.hand_over()
+        except BaseException:
+            self.withdraw()
+            raise
         return self
 
     def withdraw(self, *keys: str) -> None:
@@ -221,10 +229,8 @@ def _serve(host: str, port: int, deadline: Deadline) -> Any:
             return _torch_store(
                 host, port, None, timedelta(seconds=min(deadline.left(), MAX_TIMEOUT_SECONDS))
             )
-        shared = _shared[port] = SharedPort(host, port, listening)
-        if not hasattr(torch_rendezvous, _ASKS):
-            shared.hand_over()
-        return shared.share()
+        _shared[port] = SharedPort(host, port, listening)
+        return _shared[port].share()
 
 
 def _torch_store(

@@ -48,7 +48,7 @@ _MAX_LINE = 4096
 
 
 class PortMapper:
-    """Serves at a socket that listens; takes ownership of it."""
+    """Serves at a socket that listens, from :meth:`start` on; takes ownership of it."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
@@ -60,6 +60,9 @@ class PortMapper:
         self._strangers = Strangers(MAX_CONNECTIONS, self._service.call_later)
         listening.setblocking(False)
         in_forks(self, PortMapper._close_sockets)
+
+    def start(self) -> None:
+        """Begin to serve. Not by the constructor: Ctrl-C may come before its caller can close this."""
         self._service.start()
         self._listen()
 

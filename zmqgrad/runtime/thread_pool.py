@@ -218,6 +218,9 @@ class ThreadPool:
         self._threads.add(thread)
 
     def _work(self) -> None:
+        with self._lock:  # which :meth:`_spawn` holds, that Ctrl-C may have interrupted
+            if threading.current_thread() not in self._threads:
+                return
         set_pool(self)
         if self._prepare is not None:
             self._prepare()

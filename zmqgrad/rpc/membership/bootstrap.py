@@ -84,6 +84,7 @@ def join_group(
         raise
     try:
         group.join(deadline)
+        _end_generation(options.init_method, world_size)
     except BaseException as e:
         if isinstance(
             e, (DuplicateWorkerError, WorldSizeError)
@@ -98,7 +99,6 @@ def join_group(
                 ) from e
         close_quietly(group)
         raise
-    _end_generation(options.init_method, world_size)
     return group
 
 
