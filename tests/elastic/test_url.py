@@ -75,6 +75,25 @@ def test_one_process_alone_leaves_and_joins_again() -> None:
         store.close()
 
 
+def test_a_node_that_is_interrupted_as_it_leaves_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It served the state on, and had not left: the next node waited until its heartbeat expired."""
+    url = f"elastic://127.0.0.1:{free_port()}?run_id=job"
+    store, *_ = next(rendezvous(url, world_size=1, timeout=20.0))
+    join = threading.Thread.join
+
+    def interrupted_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if thread.name.startswith("zmqgrad-rendezvous"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted_join)
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    store, *_ = next(rendezvous(url, world_size=1, timeout=5.0))
+    store.close()
+
+
 def test_a_node_that_comes_as_the_server_closes_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     url = f"elastic://127.0.0.1:{port}?run_id=job"

@@ -13,6 +13,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -416,14 +417,13 @@ class RendezvousHandler:
         """
         if self._closed:
             return
-        self._closed = True
-        self.stop()
-        try:
+        with ExitStack() as steps:  # which go on after one that Ctrl-C has interrupted
+            self._closed = True
+            steps.callback(self._close_backend)
+            steps.callback(self._stores.close)
             if leave:
-                self._leave_for_good()
-        finally:
-            self._stores.close()
-            self._backend.close(in_use=self._backend.is_host and not self._retire())
+                steps.callback(self._leave_for_good)
+            self.stop()
 
     def __enter__(self) -> RendezvousHandler:
         return self
@@ -441,6 +441,13 @@ class RendezvousHandler:
         except RendezvousError as e:
             logger.info("%s: %s could not leave in order: %s", self.get_run_id(), self.node, e)
 
+    def _close_backend(self) -> None:
+        in_use = self._backend.is_host
+        try:
+            in_use = in_use and not self._retire()
+        finally:
+            self._backend.close(in_use=in_use)
+
     def _retire(self) -> bool:
         """Retire the state that this process serves, unless other nodes use it. Returns whether none does."""
         # A node that reads that it is retired would else connect again and again until the server is closed.
@@ -451,7 +458,7 @@ class RendezvousHandler:
         except RendezvousError as e:
             logger.warning("%s: %s could not retire the state: %s", self.get_run_id(), self.node, e)
         except BaseException:
-            self._backend.admit_newcomers(True)  # for it is not closed
+            self._backend.admit_newcomers(True)  # for its server is left open
             raise
         state = self._holder.state
         is_unused = state.closed or not {*state.participants, *state.wait_list} - {self.node}
