@@ -239,3 +239,31 @@ with TCPStore("127.0.0.1", 0, is_master=True, timeout=30) as store:
         print(late.add("n", 1), time.process_time() - begun < 5.0)
 """
     assert run_python(code, timeout=60.0).splitlines() == ["Too many open files", "[2, 3, 4]", "5 True"]
+
+
+ALMOST_WITHOUT = """
+import os, resource, sys
+from zmqgrad.errors import StoreError, TransportError
+from zmqgrad.store import TCPStore
+port = int(sys.argv[1])
+TCPStore("127.0.0.1", 0 if not port else port, is_master=not port, fast_path=False).close()
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+used = len(os.listdir("/proc/self/fd")) - 1
+for free in range(2, 40):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
+    try:
+        TCPStore("127.0.0.1", port, is_master=not port, timeout=1.0, fast_path=False).close()
+        print("opened")
+    except (StoreError, TransportError) as e:
+        print("refused", e)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", ["server", "client"])
+def test_a_store_is_refused_where_descriptors_are_missing(what: str) -> None:
+    """libzmq aborts the process if it has a few; with some more, the client hung."""
+    with TCPStore("127.0.0.1", 0, is_master=True) as served:
+        lines = run_python(ALMOST_WITHOUT, str(served.port * (what == "client")), timeout=60.0).splitlines()
+    assert lines[0].startswith("refused")
+    assert lines[-1] == "opened"

@@ -59,6 +59,9 @@ MAX_UNREAD_REPLIES = 16
 LINGER_MS = 500
 """How long the last replies may take to leave when the server stops."""
 
+SERVER_DESCRIPTORS = 18
+"""That must be free where a server is opened."""
+
 Route = bytes | LocalConnection
 """Where a reply goes: the ROUTER's routing id of a client, or its connection on the fast path."""
 
@@ -128,6 +131,7 @@ class QueryServer:
         self._service: Service | None = None
         self.tracer: Tracer | None = None
         self._admission = Admission(max_clients)
+        local.check_can_open(SERVER_DESCRIPTORS, f"{name} cannot open its sockets")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._router = self.context.socket(zmq.ROUTER)
         self.reader = Reader(name, self._close, spin_budget(), clock)

@@ -14,6 +14,7 @@ import threading
 import zmq
 
 from zmqgrad.errors import TransportError
+from zmqgrad.transport.local import check_can_open
 from zmqgrad.transport.security import Keys, secure_client
 from zmqgrad.transport.sockets import (
     CONNECTED,
@@ -29,6 +30,9 @@ RECONNECT_MS, MAX_RECONNECT_MS = 10, 250
 
 CONNECT_TIMEOUT_MS = 5000
 """How long one connection attempt may take."""
+
+CLIENT_DESCRIPTORS = 12
+"""That must be free where the first socket is opened: what all share needs most of them."""
 
 PROBE_SECONDS = 2.0
 """How long :func:`speaks_curve` waits for the server."""
@@ -54,7 +58,7 @@ def open_client_socket(kind: int, address: str, keys: Keys | None) -> zmq.Socket
     Raises:
         TransportError: if the system has no socket left.
     """
-    context = _acquire_context()
+    context = _acquire_context(address)
     try:
         socket: zmq.Socket[bytes] = context.socket(kind)
     except zmq.ZMQError as e:
@@ -78,10 +82,11 @@ def close_client_socket(socket: zmq.Socket[bytes]) -> None:
     _release_context()
 
 
-def _acquire_context() -> zmq.Context[zmq.Socket[bytes]]:
+def _acquire_context(address: str) -> zmq.Context[zmq.Socket[bytes]]:
     global _context, _users
     with _lock:
         if _context is None:
+            check_can_open(CLIENT_DESCRIPTORS, f"no socket can be had to connect to {address}")
             _context = zmq.Context(1)
             _context.set(zmq.MAX_SOCKETS, _context.get(zmq.SOCKET_LIMIT))
         _users += 1
