@@ -13,7 +13,7 @@ from tests.support.relay import Relay
 from tests.transport.query.echo import LOOPBACK, OURS, PATIENCE, THEIRS
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
-from zmqgrad.transport.query.publisher import NONCE, Publisher
+from zmqgrad.transport.query.publisher import MAX_SUBSCRIPTION_BYTES, NONCE, Publisher
 from zmqgrad.transport.query.server import QueryServer, Route
 from zmqgrad.transport.query.subscriber import Subscriber
 from zmqgrad.transport.security import Keys
@@ -148,6 +148,20 @@ def test_a_broken_subscription_is_reported_and_proved_again(
             assert each.breaks.acquire(timeout=PATIENCE)
         each.prove(publishing)
         each.close()
+
+
+def test_a_long_topic_ends_the_connection_of_its_subscriber_alone(
+    publishing: Publishing, keys: Keys | None, endpoint: str
+) -> None:
+    other, each = Subscribed(endpoint, keys), Subscribed(endpoint, keys)
+    other.prove(publishing)
+    each.prove(publishing)
+    each.subscriber.subscribe(b"\x01" + bytes(MAX_SUBSCRIPTION_BYTES))
+    assert each.breaks.acquire(timeout=PATIENCE)
+    publishing.publish(created(0))
+    assert other.received.get(timeout=PATIENCE) == created(0)
+    each.close()
+    other.close()
 
 
 def test_a_subscriber_can_move(keys: Keys | None, publishing: Publishing, endpoint: str) -> None:

@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 NONCE = b"\xff"
 """Prefix of the topics of nonces. No other topic has it: UTF-8 has no such byte."""
 
+MAX_SUBSCRIPTION_BYTES = 4096
+"""Size limit of what subscribers send; longer topics end the connection. libzmq needs some 50 times as much
+memory for a topic, and no topic of a store has more than some 260 bytes."""
+
 MAX_NONCES = 100_000
 """How many nonces are remembered; a client unsubscribes from each after use."""
 
@@ -68,6 +72,7 @@ class Publisher:
         self._unread = True  # the descriptor does not report again what it has reported
         try:
             set_up_query_socket(self._socket)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
             if keys is not None:
                 secure_server(self._socket, keys)
             secured = keys is not None and keys.from_secret
