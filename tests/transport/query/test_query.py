@@ -528,6 +528,18 @@ def test_a_client_learns_at_once_that_it_has_another_secret(ours: Keys | None, t
     running.stop()
 
 
+def test_a_query_that_times_out_says_that_the_secret_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the handshakes are: one that was cut off is enough to find out."""
+    monkeypatch.setattr(dealer, "MAX_CUT_HANDSHAKES", 10**9)
+    running = Running(keys=THEIRS)
+    with (
+        closing(QueryClient(running.server.endpoint, keys=OURS)) as client,
+        pytest.raises(AuthenticationError),
+    ):
+        client.request(A, 2.0)
+    running.stop()
+
+
 @pytest.mark.parametrize("attempt", range(4))
 def test_a_secret_that_is_refused_before_the_first_message_is_sent(
     monkeypatch: pytest.MonkeyPatch, attempt: int

@@ -125,6 +125,8 @@ class QueryChannel:
                 self._queued = None
                 self._send()
             elif is_over:
+                if self._dealer is not None:
+                    self._dealer.check_secret()  # there was no time for as many handshakes as prove it
                 raise TimeoutError(self._explain())
             elif query.must_repeat(now):
                 self._repeat()

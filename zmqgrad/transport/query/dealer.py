@@ -167,9 +167,17 @@ class DealerConnection:
             return
         self._cut_handshakes += 1
         if self._cut_handshakes >= MAX_CUT_HANDSHAKES:
-            self._cut_handshakes = 0
-            if speaks_curve(server.address):
-                raise AuthenticationError(_describe(server, mechanism=False))
+            self.check_secret()
+
+    def check_secret(self) -> None:
+        """Tests whether the server has another secret, if it has cut off a handshake since the last test.
+
+        Raises:
+            AuthenticationError: if it has.
+        """
+        cuts, self._cut_handshakes = self._cut_handshakes, 0
+        if cuts and speaks_curve(self._server.address):
+            raise AuthenticationError(_describe(self._server, mechanism=False))
 
     def close(self) -> None:
         """Closes the socket. Idempotent."""
