@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from zmqgrad.cli.peer_listener import GREETING, HELLO_FIELDS, TIMEOUT_SECONDS, answer, read_bytes, write_bytes
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.transport.query.sockets import BEGIN_OF_GREETING, GREETING_BYTES
 from zmqgrad.transport.security import Keys
 
 CONNECT_SECONDS = 3.5
@@ -22,8 +23,6 @@ SILENCE_SECONDS = 3.0
 """How long a server may be silent: ZeroMQ greets in one round trip, a lost packet is resent after 1 s."""
 
 LARGE_BYTES = 64 << 10
-_ZMTP_SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
-_ZMTP_GREETING_BYTES = 64
 _SIOCOUTQ = 0x5411
 _TCPI_PMTU, _TCPI_RTT = 60, 68
 """Offsets in Linux's ``struct tcp_info``."""
@@ -118,10 +117,10 @@ def read_greeting(stream: socket.socket) -> Greeting:
         if isinstance(hello, dict) and hello.keys() >= HELLO_FIELDS:
             return Greeting("listener", hello=hello)
         return Greeting("other")
-    if data[:1] != _ZMTP_SIGNATURE[:1]:
+    if data[:1] != BEGIN_OF_GREETING[:1]:
         return Greeting("other" if data else "silent")
-    stream.sendall(_ZMTP_SIGNATURE + b"\3\0")
-    data = _read_some(stream, data, _ZMTP_GREETING_BYTES, deadline)
+    stream.sendall(BEGIN_OF_GREETING)
+    data = _read_some(stream, data, GREETING_BYTES, deadline)
     return Greeting("zeromq", data[12:32].rstrip(b"\0").decode(errors="replace"))
 
 

@@ -6,24 +6,22 @@ socket; afterwards no thread is left. Mailboxes and servers have contexts of the
 
 from __future__ import annotations
 
+import logging
 import os
-import select
 import socket as sockets
 import threading
 
 import zmq
 
 from zmqgrad.errors import TransportError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.heartbeat.failure_detector import host_and_port
 from zmqgrad.transport.local import check_can_open
 from zmqgrad.transport.security import Keys, secure_client
-from zmqgrad.transport.sockets import (
-    CONNECTED,
-    HANDSHAKE_FAILED,
-    MECHANISM_MISMATCH,
-    SocketMonitor,
-    set_up,
-)
+from zmqgrad.transport.sockets import set_up
 from zmqgrad.wire.frames import MAX_HEADER_BYTES
+
+logger = logging.getLogger(__name__)
 
 RECONNECT_MS, MAX_RECONNECT_MS = 10, 250
 """Initial pause between connection attempts, and the maximum that doubling it reaches."""
@@ -33,6 +31,12 @@ CONNECT_TIMEOUT_MS = 5000
 
 CLIENT_DESCRIPTORS = 12
 """That must be free where the first socket is opened: what all share needs most of them."""
+
+BEGIN_OF_GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0"
+"""Of a peer that speaks ZMTP 3.0: signature and version. A server replies with all of its own greeting."""
+
+GREETING_BYTES = 64
+_MECHANISM = slice(12, 32)
 
 PROBE_SECONDS = 2.0
 """How long :func:`speaks_curve` waits for the server."""
@@ -122,18 +126,24 @@ def _resolves(host: str, family: int) -> bool:
 
 
 def speaks_curve(address: str) -> bool:
-    """Returns whether the server at ``address`` requires a secret: it reports that to clients without one."""
-    probe = open_client_socket(zmq.DEALER, address, None)
-    monitor = SocketMonitor(probe, CONNECTED | HANDSHAKE_FAILED)
+    """Returns whether the server at ``address`` requires a secret: its greeting says so (RFC 23, ZMTP 3.0).
+
+    libzmq would report it, too, but not if the server ends the connection before it has read the greeting.
+    """
+    deadline, data = Deadline.after(PROBE_SECONDS), b""
     try:
-        probe.connect(address)
-        poll = select.poll()
-        poll.register(monitor.fd, select.POLLIN)
-        poll.poll(PROBE_SECONDS * 1000)
-        return any(event.value == MECHANISM_MISMATCH for event in monitor.read())
-    finally:
-        monitor.close()
-        close_client_socket(probe)
+        with sockets.create_connection(
+            host_and_port(address.removeprefix("tcp://")), PROBE_SECONDS
+        ) as connection:
+            connection.sendall(BEGIN_OF_GREETING)
+            while len(data) < _MECHANISM.stop and not deadline.passed():
+                connection.settimeout(deadline.left())
+                if not (more := connection.recv(GREETING_BYTES)):
+                    break
+                data += more
+    except OSError as e:
+        logger.debug("the server at %s has sent no greeting: %s", address, e)
+    return data[_MECHANISM].rstrip(b"\0") == b"CURVE"
 
 
 def _forget_context() -> None:
