@@ -42,7 +42,7 @@ class SerializationContext(NamedTuple):
     Args:
         references: forks RRefs for the peer; None outside of calls, where RRefs are refused.
         main_by_reference: the peer runs the same program, so functions and classes of ``__main__`` are sent
-            by name.
+            by name alone, without the code for a peer that lacks the name.
         parameters_as_tensors: send Parameters that require grad as tensors, so that autograd can record
             them: a Parameter on the peer could not have a history. Parameters of a module that is sent stay
             Parameters of the copy.

@@ -1,8 +1,8 @@
 """The C pickler with ``reducer_override``: tensors and RRefs are replaced, code is sent by name or by value.
 
 Functions and classes that can be imported are pickled by name; lambdas, closures and local classes by value,
-by cloudpickle. Functions and classes of ``__main__`` go by name to peers that run the same program, so that
-their globals are the peer's own, as in torch; to other peers they go by value.
+by cloudpickle. Functions and classes of ``__main__`` go by name, so that the peer's own run, as in torch; to
+peers that run another program, whose ``__main__`` may lack the name, their code goes along.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from zmqgrad.errors import PayloadError
+from zmqgrad.errors import FunctionNotFoundError, PayloadError
 from zmqgrad.rpc.serialization.context import RpcSerializable, SerializationContext, SerializedByReference
 from zmqgrad.rpc.serialization.naming import find_function, in_main, reference_to
 from zmqgrad.rpc.serialization.scripts import reduce_script_module
@@ -34,6 +34,33 @@ def tensor_at(index: int) -> torch.Tensor:
 def adopt(*fork: Any) -> Any:
     """Placeholder in pickles; the unpickler replaces it by the worker's own ``adopt``."""
     raise AssertionError("used in pickles only; the unpickler replaces it by the worker's own function")
+
+
+def _found_or(made: tuple[Any, ...], reference: str) -> tuple[Any, ...]:
+    """How to rebuild what ``reference`` names: it is that of the reader, who makes it if it has none."""
+    make, args, state, *items, set_state = made
+    return find_or_make, (reference, make, args), (reference, set_state, state), *items, set_state_of_made
+
+
+def find_or_make(reference: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What ``reference`` names here, else the result of ``make``."""
+    found = _find(reference)
+    return make(*args) if found is None else found
+
+
+def set_state_of_made(obj: Any, state: tuple[str, Callable[[Any, Any], Any], Any]) -> None:
+    """Set the state of what :func:`find_or_make` made."""
+    reference, set_state, made_with = state
+    if _find(reference) is not obj:
+        set_state(obj, made_with)
+
+
+def _find(reference: str) -> Any:
+    try:
+        found = find_function(reference)
+    except FunctionNotFoundError:
+        return None
+    return found if callable(found) else None
 
 
 class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -57,8 +84,10 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
             # By name: cloudpickle would send the function below a decorated method or a classmethod by
             # value, because that function cannot be found by name.
             return getattr, (obj.__self__, obj.__name__)
-        if self._main_by_reference and isinstance(obj, (types.FunctionType, type)) and in_main(obj):
-            return find_function, (f"__main__:{obj.__qualname__}",)
+        if isinstance(obj, (types.FunctionType, type)) and in_main(obj):
+            reference = f"__main__:{obj.__qualname__}"
+            made = NotImplemented if self._main_by_reference else super().reducer_override(obj)
+            return (find_function, (reference,)) if made is NotImplemented else _found_or(made, reference)
         if isinstance(obj, torch.jit.ScriptFunction):
             return self._reduce_script_function(obj)
         if isinstance(obj, torch.jit.ScriptModule):

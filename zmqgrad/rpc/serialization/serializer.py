@@ -6,6 +6,7 @@ tensor, need no pickle.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import reprlib
@@ -156,6 +157,20 @@ def _serialize_pickle(
     value: Any, context: SerializationContext, arguments: Callable[[], Mapping[str, Any]] = dict
 ) -> SerializedPayload:
     """Pickle ``value``; ``arguments`` returns its parts by name, for the error message."""
+    try:
+        return _pickle(value, context)
+    except PeerLostError:
+        raise
+    except Exception as e:
+        if not context.main_by_reference:  # what cannot be sent may be code that the peer has
+            with contextlib.suppress(Exception):
+                return _pickle(value, context._replace(main_by_reference=True))
+        reason = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
+        what = _find_unpicklable(arguments(), context) or f"a value of type {type(value).__name__}"
+        raise PayloadError(f"cannot serialize {what}: {reason}") from e
+
+
+def _pickle(value: Any, context: SerializationContext) -> SerializedPayload:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     frames: list[Frame] = []
@@ -164,15 +179,11 @@ def _serialize_pickle(
         pickler.dump(value)
         tensors = encode_tensors(pickler.tensors, frames, context.devices)
         buffer_blobs = tuple([_to_blob(b.raw(), frames) for b in buffers])
-    except BaseException as e:
+    except BaseException:
         for fork in pickler.forks:
             assert context.references is not None
             context.references.unfork(fork)
-        if not isinstance(e, Exception) or isinstance(e, PeerLostError):
-            raise
-        reason = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
-        what = _find_unpicklable(arguments(), context) or f"a value of type {type(value).__name__}"
-        raise PayloadError(f"cannot serialize {what}: {reason}") from e
+        raise
     forks = tuple([fork[:4] for fork in pickler.forks])  # the rest of a fork is in the pickle only
     pickled = _to_blob(file.getbuffer(), frames)
     payload = Payload(PayloadFormat.PICKLE, tensors, pickled, buffer_blobs, forks)
