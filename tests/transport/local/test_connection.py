@@ -9,16 +9,20 @@ import os
 import resource
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.support.waiting import eventually
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection, LocalListener
@@ -753,6 +757,55 @@ def test_a_connection_closed_before_its_hello_is_made_again(
     monkeypatch.setattr(socket.socket, "connect", connect)
     assert site.ready().is_ready()
     assert len(tries) == 3
+
+
+def test_a_process_that_was_stopped_while_it_connected_learns_that_the_listener_has_ended(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = local_connection.is_same_user
+
+    def stopped(connected: socket.socket) -> bool:
+        site.listener.close()
+        time.sleep(0.02)
+        return checks(connected)
+
+    monkeypatch.setattr(local_connection, "is_same_user", stopped)
+    with pytest.raises(ConnectionRefusedError):
+        local.connect(site.endpoint, HELLO, JOB, site.backlogged.append, waits=0.01)
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_signal_while_the_listener_is_busy_does_no_harm(caught: bool) -> None:
+    """Python takes a ``connect`` that a signal has interrupted for successful."""
+    endpoint = local.abstract_endpoint("test")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, ExitStack() as others:
+        listening.bind("\0" + endpoint.removeprefix("ipc://@"))
+        listening.listen(1)
+        listening.settimeout(WAIT)
+        for _ in range(2):
+            others.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)).connect(
+                listening.getsockname()
+            )
+        child = os.fork()
+        if not child:
+            try:
+                signal.signal(signal.SIGUSR1, lambda *_: None)
+                connection = local.connect(endpoint, HELLO, JOB, lambda _: None)
+                os._exit(connection.fd < 0)
+            finally:
+                os._exit(2)
+        eventually(lambda: state_of(child), lambda state: state == "S", WAIT)  # it waits to be queued
+        for number in (signal.SIGUSR1,) if caught else (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(child, number)
+            stopped = number == signal.SIGSTOP
+            eventually(lambda: state_of(child), lambda state: (state == "T") == stopped, WAIT)  # noqa: B023
+        for _ in range(3):
+            others.enter_context(listening.accept()[0])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def has_ended(stranger: socket.socket) -> bool:

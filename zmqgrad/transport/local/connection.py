@@ -142,8 +142,8 @@ def connect(
     """
     first = handshake.proven(key, endpoint, hello)
     deadline = Deadline.after(waits)
-    while (opened := _open(endpoint, first, waits)) is None:  # the listener had too many without a hello
-        if deadline.passed():
+    while (opened := _open(endpoint, first, left := deadline.left())) is None:
+        if not left:  # before this attempt, as this process may have been stopped in it
             raise BlockingIOError(errno.EAGAIN, f"too many processes connect to {endpoint}")
     # The kernel reports 0 for a process of another namespace.
     eager = eager and process_of(opened) == named_process(endpoint) != 0
@@ -152,7 +152,11 @@ def connect(
 
 
 def _open(endpoint: str, first: bytes, waits: float) -> socket.socket | None:
-    """Returns a connection that has begun with the packet ``first``; None if it was closed before that."""
+    """Returns a connection that has begun with the packet ``first``; None if that is to be tried again.
+
+    The listener had too many without a hello, and closed it; or a signal, or SIGCONT, came while it waited to
+    be queued, which Python takes for success.
+    """
     opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -161,15 +165,14 @@ def _open(endpoint: str, first: bytes, waits: float) -> socket.socket | None:
         opened.setblocking(waits > 0)
         opened.connect(unix_name(endpoint))
         opened.setblocking(False)
+        opened.getpeername()
         if not is_same_user(opened):
             raise PermissionError(errno.EPERM, f"a process of another user listens at {endpoint}")
-        try:
-            opened.send(first, _NOW)
-        except (BrokenPipeError, ConnectionResetError):
-            opened.close()
-            return None
-    except BaseException:
+        opened.send(first, _NOW)
+    except BaseException as e:
         opened.close()
+        if isinstance(e, OSError) and e.errno in (errno.ENOTCONN, errno.EPIPE, errno.ECONNRESET):
+            return None
         raise
     return opened
 
