@@ -612,6 +612,19 @@ def test_a_newcomer_accepted_before_is_not_admitted_by_its_second_ping(plain: Ru
         assert isinstance(late.request(StorePing(""), PATIENCE), StorePong)
 
 
+@pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
+def test_a_server_that_ends_does_not_wait_for_a_newcomer_that_it_refuses(plain: Running) -> None:
+    """Which waits for the next server there, until this one has ended."""
+    with closing(client_of(plain, fast_path=True)) as late:
+        late.server.local = plain.server.local
+        plain.server.refuses_newcomers = True
+        with pytest.raises(TimeoutError):
+            late.request(StorePing(""), 0.1)
+        assert plain.server.clients == 0
+        plain.server.stop(10 * PATIENCE)
+        plain.stop()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("address", [LOOPBACK, "tcp://*:*", "a descriptor"])
 def test_a_server_out_of_file_descriptors_keeps_its_port(

@@ -62,13 +62,12 @@ class Admission:
         """Returns whether ``client`` was admitted before."""
         return client in self._known
 
-    def add_local(self, connection: Hashable, client: int, *, admit: bool = True) -> None:
-        """Counts ``client`` as one of the fast path from now on; with ``admit`` it is known, too."""
+    def add_local(self, connection: Hashable, client: int) -> None:
+        """Counts ``client`` as one of the fast path from now on."""
         fd = self._known.get(client, -1)
         if self._tcp_clients.get(fd) == client:
             del self._tcp_clients[fd]
-        if admit:
-            self._remember(client, -1)
+        self._remember(client, -1)
         self._local_clients[connection] = client
         self._local_ids.add(client)
 

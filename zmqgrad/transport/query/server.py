@@ -356,16 +356,14 @@ class QueryServer:
         self, route: Route, frame: zmq.Frame | None, client_id: int, request_id: int, query: StorePing
     ) -> None:
         """Replies to a client that begins, or that tests whether its connection still works."""
-        is_refused = (self.refuses_newcomers or self._ending) and not self._admission.knows(client_id)
-        fd = -1
-        if frame is None:
-            self._admission.add_local(route, client_id, admit=not is_refused)
-        else:
-            fd = connection_fd(frame)
+        fd = -1 if frame is None else connection_fd(frame)
+        if frame is not None:
             self._listener.hear(fd)
-        if is_refused:
-            return  # it will find the next server here when this one has closed the connection
-        if frame is not None and not self._admission.admit_tcp(client_id, fd):
+        if (self.refuses_newcomers or self._ending) and not self._admission.knows(client_id):
+            return  # it is no client, for whom an ending server waits: it waits for the next server here
+        if frame is None:
+            self._admission.add_local(route, client_id)
+        elif not self._admission.admit_tcp(client_id, fd):
             self._refuse_surplus(route, request_id)
             return
         endpoint = "" if self.local is None else self.local.endpoint
