@@ -414,6 +414,21 @@ def test_its_descriptors_are_closed() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_its_descriptors_are_closed_if_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    keeper = ServiceThread("t")
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start"):
+        keeper.start()
+    assert len(os.listdir("/proc/self/fd")) == before
+    keeper.close()
+    assert keeper.join(Deadline.after(10)) == []
+
+
 def test_an_earlier_job_of_real_time_is_not_late() -> None:
     keeper = ServiceThread("real")
     keeper.start()

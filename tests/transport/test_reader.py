@@ -195,3 +195,22 @@ def test_a_task_can_wait_for_what_was_read_after_it(reading: Reading) -> None:
     reading.reader.unwatch(readable)
     os.close(readable)
     os.close(writable)
+
+
+def test_a_reader_whose_thread_cannot_start_ends_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ended: list[str] = []
+    pool = ThreadPool("reading", 1)
+    for serve_from in (None, pool.serve_from):
+        reader = Reader("reading", lambda: ended.append("ended"))
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start"):
+                reader.start(serve_from)
+        reader.close()
+        assert reader.join(Deadline.after(WAIT)) == []
+    assert ended == ["ended", "ended"]
+    pool.close()
+    assert pool.join(Deadline.after(WAIT)) == []

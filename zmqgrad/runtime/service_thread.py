@@ -133,7 +133,12 @@ class ServiceThread:
         """Starts the thread."""
         if isinstance(self._clock, ManualClock):
             self._clock.on_advance(lambda: self.call_soon(_nothing))
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can be started
+            self._closed = True
+            self._close_poller()
+            raise
 
     # ---- jobs -------------------------------------------------------------------------------------------
 
@@ -212,6 +217,9 @@ class ServiceThread:
                 handler = self._handlers.get(fd)
                 if handler is not None:
                     self._handle(handler, events)
+        self._close_poller()
+
+    def _close_poller(self) -> None:
         with self._lock:
             self._handlers.clear()
             self._poller.close()

@@ -185,10 +185,14 @@ class Reader:
     def start(self, serve_from: Callable[[Source], None] | None = None) -> None:
         """Starts to read in a pool (``ThreadPool.serve_from``); None: in a thread of its own."""
         self._started = True
-        if serve_from is not None:
-            serve_from(self)
-        else:
-            threading.Thread(target=self.run, name=self._name, daemon=True).start()
+        try:
+            if serve_from is not None:
+                serve_from(self)
+            else:
+                threading.Thread(target=self.run, name=self._name, daemon=True).start()
+        except RuntimeError:  # no thread can be started, so none will end it
+            self._started = False
+            raise
 
     def run(self) -> None:
         """Reads in the calling thread until :meth:`close`, and runs the tasks."""

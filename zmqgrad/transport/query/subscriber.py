@@ -64,7 +64,11 @@ class Subscriber:
         self.tracer: Tracer | None = None
         tapping.register(self)
         self._reader = Reader(f"{name}-subscriber", self._on_closed)
-        self._reader.start(serve_from)
+        try:
+            self._reader.start(serve_from)
+        except BaseException:
+            self._reader.close()
+            raise
 
     @property
     def malformed(self) -> int:
