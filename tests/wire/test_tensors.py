@@ -59,7 +59,10 @@ def sent_bytes(*tensors: torch.Tensor) -> int:
 
 def bits(t: torch.Tensor) -> bytes:
     """The elements, bit for bit, in order."""
-    packed = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    plain = t.detach().resolve_conj().resolve_neg()
+    if t.dtype is torch.uint4:  # torch copies no elements of it
+        plain = plain.view(torch.uint8)
+    packed = plain.clone(memory_format=torch.contiguous_format)
     return ctypes.string_at(packed.data_ptr(), packed.nbytes)
 
 
@@ -257,9 +260,10 @@ def test_results_are_the_receivers_own(n: int) -> None:
         [torch.rand(300, 400, dtype=torch.complex64)[:, 1:200]],
         [torch.rand(300, 400).to(torch.bfloat16).t()[::3]],
         [(torch.rand(300, 400) > 0.5)[:, :100]],
+        [torch.randint(0, 16, (300, 400), dtype=torch.uint8).view(torch.uint4)[:, ::2]],
         [torch.rand(1000, requires_grad=True) for _ in range(100)],
     ],
-    ids=["gaps", "complex", "transposed", "bool", "many"],
+    ids=["gaps", "complex", "transposed", "bool", "uint4", "many"],
 )
 def test_what_must_be_packed_is_packed_where_it_is_to_lie(tensors: list[torch.Tensor]) -> None:
     """Written to the room of another, the frames are what they are by themselves."""
@@ -394,6 +398,13 @@ def test_meta() -> None:
         assert (got.shape, got.stride(), got.dtype) == (t.shape, t.stride(), t.dtype)
         assert torch.equal(other, torch.ones(3))
         assert sent_bytes(t) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_without_data_are_refused_where_they_are_sent(layout: torch.layout) -> None:
+    with pytest.raises(PayloadError, match=rf"layout {layout} on the meta device"):
+        encode_tensors([torch.eye(3).to_sparse(layout=layout).to("meta")], [])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

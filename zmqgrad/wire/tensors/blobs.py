@@ -125,7 +125,8 @@ class _Packed(LazyFrame):
     __slots__ = ("_size", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
+        # As bytes: torch can copy those, but no elements of dtypes like uint4.
+        self._tensor = tensor.detach().view(torch.uint8) if tensor.itemsize == 1 else tensor.detach()
         self._size = tensor.nbytes
 
     def __len__(self) -> int:

@@ -146,6 +146,8 @@ def _encode_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     if t.layout is torch.sparse_coo and t.is_cpu:
         return _encode_coo(t, out)
     if t.device.type == "meta":
+        if t.layout is not torch.strided:
+            raise PayloadError(f"cannot send a tensor of layout {t.layout} on the meta device")
         return TensorDescriptor(
             NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), 0, 0, t.requires_grad, "meta"
         )
