@@ -355,6 +355,23 @@ def test_sparse_leaves_in_a_result(c: Cluster) -> None:
             assert torch.equal(get_gradients(ctx)[sparse_weight].to_dense(), torch.eye(3).double())
 
 
+table = torch.zeros(4, 2, dtype=torch.float64, requires_grad=True)
+
+
+def get_table() -> Tensor:
+    return table
+
+
+def test_a_sparse_gradient_of_a_leaf_in_a_result(c: Cluster) -> None:
+    with context() as ctx:
+        rows = torch.nn.functional.embedding(torch.tensor([0, 2]), rpc.checkpoint(1, get_table), sparse=True)
+        backward(ctx, [rows.sum()])
+        with c.acting(1):
+            gradient = get_gradients(ctx)[table]
+    assert gradient.is_sparse
+    assert gradient.to_dense()[:, 0].tolist() == [1, 0, 1, 0]
+
+
 def test_nothing_that_requires_grad() -> None:
     x = leaf(1)
     with context() as ctx:

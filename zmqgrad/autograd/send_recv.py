@@ -106,9 +106,10 @@ def edge_or_leaf(tensor: torch.Tensor) -> EdgeOrLeaf:
 def follow(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the values of ``tensor`` that comes behind it in the graph.
 
-    It is a view. A sparse tensor has no views, but can be copied.
+    It is a view, whose node passes sparse gradients on as well (that of ``view_as`` cannot). A sparse tensor
+    has no views, but can be copied.
     """
-    return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+    return tensor.expand_as(tensor) if tensor.layout is torch.strided else tensor.clone()
 
 
 def edge_of(place: EdgeOrLeaf) -> GradientEdge:
