@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -36,7 +38,7 @@ from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.transport.shared_memory.arena import OWN
 from zmqgrad.wire.tensors.blobs import ALIGNMENT_BYTES, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
-from zmqgrad.wire.tensors.memory import materialized
+from zmqgrad.wire.tensors.memory import copyable, extent, materialized
 
 PREFIX = "published/"
 
@@ -227,10 +229,14 @@ def _unchanged(
     if before is None:
         return {}
     kept: dict[str, Place] = {}
-    written = {tensors[key].data_ptr() for key in changed}  # ``named_parameters`` has one name of tied ones
+    # ``named_parameters`` has one name of tied tensors, and others may be views of what has changed.
+    starts, ends = zip(*sorted(_span(tensors[key]) for key in changed), strict=True) if changed else ((), ())
+    ends = tuple(accumulate(ends, max))
     for key in tensors.keys() - changed:
         place, t = before.places.get(key), tensors[key]
-        if t.data_ptr() in written:
+        start, end = _span(t)
+        before_end = bisect_left(starts, end)
+        if before_end and ends[before_end - 1] > start:
             continue
         if place is None or (place.dtype, place.shape) != (NAMES[t.dtype], tuple(t.shape)):
             raise ConfigurationError(
@@ -239,6 +245,11 @@ def _unchanged(
             )
         kept[key] = place
     return kept
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of ``t`` and after its last."""
+    return t.data_ptr(), t.data_ptr() + extent(t) * t.itemsize
 
 
 class _Plan:
@@ -264,7 +275,8 @@ class _Plan:
             if t.is_contiguous() and not (t.is_conj() or t.is_neg()):
                 write(block, offset, window(t, t.data_ptr(), t.nbytes))
             else:
-                tensor_at(block, Place(0, offset, NAMES[t.dtype], tuple(t.shape))).copy_(t)
+                target = tensor_at(block, Place(0, offset, NAMES[t.dtype], tuple(t.shape)))
+                copyable(target).copy_(copyable(t))
         return block
 
 

@@ -11,6 +11,7 @@ import torch
 from zmqgrad.errors import PayloadError
 from zmqgrad.wire.lazy_frame import Frame, LazyFrame
 from zmqgrad.wire.messages import MAX_TENSORS, Blob, BlobLocation, TensorBatch, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors.memory import copyable
 from zmqgrad.wire.tensors.modes import without_modes
 
 MAX_INLINE_BYTES = 16_000
@@ -125,8 +126,7 @@ class _Packed(LazyFrame):
     __slots__ = ("_size", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # As bytes: torch can copy those, but no elements of dtypes like uint4.
-        self._tensor = tensor.detach().view(torch.uint8) if tensor.itemsize == 1 else tensor.detach()
+        self._tensor = copyable(tensor.detach())
         self._size = tensor.nbytes
 
     def __len__(self) -> int:

@@ -27,6 +27,11 @@ def holds(t: torch.Tensor, size: int) -> bool:
     return t.storage_offset() * t.itemsize + size <= t.untyped_storage().nbytes() and t.data_ptr() != 0
 
 
+def copyable(t: torch.Tensor) -> torch.Tensor:
+    """Return strided ``t``, as bytes if its elements have one each: torch cannot copy some, such as uint4."""
+    return t.view(torch.uint8) if t.itemsize == 1 else t
+
+
 def materialized(t: torch.Tensor) -> torch.Tensor:
     """Return strided ``t``, or a copy with memory if it is a zero tensor.
 
