@@ -122,6 +122,19 @@ def test_filters(tmp_path: Path, wanted: Filter, types: set[str]) -> None:
     assert {line.message.type for line in lines if wanted.matches(line.message)} == types
 
 
+def test_what_a_thread_has_recorded_late_is_in_its_place(tmp_path: Path) -> None:
+    a, b = two(tmp_path, 1, skew=0, clock="boot")
+    b.message(True, SECOND + 300, CALL, 0, 8, 1)
+    b.message(False, SECOND + 200, CALL, 0, 7, 1)
+    b.write()
+    a.message(False, SECOND + 400, CALL, 1, 8, 1)
+    a.write()  # what follows is in another part of the log
+    a.message(True, SECOND + 100, CALL, 1, 7, 1)
+    a.write()
+    sent = [line.message.sent for line in recorded(Job(tmp_path).messages())]
+    assert sent[-2:] == [SECOND + 100, SECOND + 300]
+
+
 def test_a_finished_job_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, _ = two(tmp_path, 3, skew=0, clock="boot")
     a.message(True, SECOND, CALL, 1, 77, 1)

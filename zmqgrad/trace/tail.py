@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -129,9 +130,18 @@ class LiveMessages:
 
 
 def recorded(messages: Iterable[Message]) -> Iterator[Line]:
-    """The lines of messages that are recorded already."""
-    replies = Replies()
-    return map(replies.line, messages)
+    """The lines of messages that are recorded already, in order of time.
+
+    A thread may record late what it has sent, so messages are not quite complete in that order.
+    """
+    replies, waiting, newest = Replies(), list[tuple[int, int, Line]](), 0
+    for number, message in enumerate(messages):
+        heapq.heappush(waiting, (message.time, number, replies.line(message)))
+        newest = max(newest, message.time)
+        while waiting[0][0] < newest - OVERDUE_NANOSECONDS:
+            yield heapq.heappop(waiting)[2]
+    while waiting:
+        yield heapq.heappop(waiting)[2]
 
 
 def _order(message: Message) -> int:
