@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 
 from zmqgrad import environment
@@ -225,14 +224,12 @@ class _Closing(ServerHolder):
     def __init__(self) -> None:
         self.connection: Connection | None = None
         self.also: list[Callable[[], object]] = []
-        self._lock = threading.Lock()  # guards server
 
     def __call__(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-        with self._lock:
-            server, self.server = self.server, None
-        if server is not None:
-            servers.release(server)
+        try:
+            if self.connection is not None:
+                self.connection.close()
+        finally:
+            servers.release(self)
         while self.also:
             self.also.pop()()

@@ -26,21 +26,18 @@ class Finalizer:
     def __init__(self, owner: object, close: Callable[[], None]) -> None:
         self._close = close
         self._pid = os.getpid()
-        self._weak = weakref.finalize(owner, self._on_collected)
-        self._weak.atexit = False  # _close_all() does that
+        weakref.finalize(owner, self._on_collected).atexit = False  # _close_all() does that
         _open[self] = None
 
     def close(self) -> None:
         """Close now. Does nothing in a forked child: the sockets belong to the parent."""
-        self._weak.detach()
-        if os.getpid() != self._pid:
-            return
-        try:
+        if os.getpid() == self._pid:
             self._close()
-        finally:
-            _open.pop(self, None)  # only now, so that interpreter exit waits for a close under way
+        _open.pop(self, None)  # only now: interpreter exit waits for a close under way, or interrupted
 
     def _on_collected(self) -> None:
+        if self not in _open:
+            return
         # Finalizers run at any line of any thread, perhaps with a lock held that closing needs.
         # This starts a thread without taking a lock of Python's, as threading.Thread would.
         try:

@@ -206,8 +206,8 @@ class SharedServers:
     """The shared servers of this process by address (``multi_tenant``), with reference counts."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _shared
-        self._shared: dict[str, tuple[StoreServer, int]] = {}  # server and number of users
+        self._lock = threading.RLock()  # guards _shared; a signal handler may close another store
+        self._shared: dict[str, tuple[StoreServer, set[ServerHolder]]] = {}  # server and users
 
     def acquire(self, holder: ServerHolder, address: str, shared: bool, **options: Any) -> None:
         """Give ``holder`` a server at ``address``; with ``shared`` the existing shared one, if any.
@@ -216,25 +216,28 @@ class SharedServers:
             options: arguments of :class:`StoreServer` for a new one.
         """
         if not shared or address.endswith(":*"):
-            holder.server = StoreServer(address, holder=holder, **options)
+            StoreServer(address, holder=holder, **options)
             return
         with self._lock:
             existing = self._shared.get(address)
-            server, users = existing or (StoreServer(address, holder=holder, **options), 0)
-            self._shared[address] = (server, users + 1)
-            holder.server = server
+            holder.server, users = existing or (StoreServer(address, holder=holder, **options), set())
+            users.add(holder)
+            self._shared[address] = (holder.server, users)
 
-    def release(self, server: StoreServer) -> None:
-        """Close ``server``, unless others still use it."""
+    def release(self, holder: ServerHolder) -> None:
+        """Close the server of ``holder``, if any, unless others use it. Once more after Ctrl-C in between."""
         with self._lock:
             for address, (shared, users) in self._shared.items():
-                if shared is server and users > 1:
-                    self._shared[address] = (server, users - 1)
-                    return
-                if shared is server:
-                    del self._shared[address]
+                if shared is holder.server:
+                    users.discard(holder)
+                    if not users:
+                        del self._shared[address]
                     break
-            server.close()
+            else:
+                users = set()
+            if holder.server is not None and not users:
+                holder.server.close()
+            holder.server = None
 
 
 servers = SharedServers()

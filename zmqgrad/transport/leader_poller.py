@@ -12,7 +12,7 @@ import os
 import select
 import threading
 
-from zmqgrad.runtime.polling import Wakeup
+from zmqgrad.runtime.polling import SPENT, Wakeup
 from zmqgrad.runtime.spinning import UNSOLICITED_SPIN_SECONDS, SpinBudget, Spinner
 
 MAX_EVENTS = 256
@@ -33,7 +33,7 @@ class EpollLeaderPoller:
         self._spin = Spinner(self._spin_budget, at_most=UNSOLICITED_SPIN_SECONDS).spin
         self._inner = select.epoll()
         self._outer = select.epoll()
-        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._lock = threading.Lock()  # guards _waiting, _closed and _has_leader
         self._waiting = 0
         self._closed = False
@@ -41,7 +41,7 @@ class EpollLeaderPoller:
         self._has_followers = False
         self._woken = False
         self._inner_fd = self._inner.fileno()
-        self._inner.register(self._eventfd, select.EPOLLIN)
+        self._inner.register(self._wakeup.fd, select.EPOLLIN)
 
     def register(self, fd: int, mask: int) -> None:
         """Polls file descriptor ``fd`` for ``mask`` (``select.POLLIN``). From any thread; no effect after
@@ -64,10 +64,10 @@ class EpollLeaderPoller:
         return self._clear_wakeup(ready) if self._woken else ready
 
     def _clear_wakeup(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Clears the wake-up eventfd; it carries no message."""
+        """Clears the wake-up, which carries no message."""
         self._woken = False
-        os.eventfd_read(self._eventfd)
-        return [entry for entry in ready if entry[0] != self._eventfd]
+        self._wakeup.clear()
+        return [entry for entry in ready if entry[0] != self._wakeup.fd]
 
     def wait_for_lead(self) -> bool:
         """Blocks until the calling thread is the leader. Returns False if the poller was closed."""
@@ -110,7 +110,7 @@ class EpollLeaderPoller:
         """Lets the next event wake a follower. Called with the lock held."""
         if at_once:
             self._woken = True
-            os.eventfd_write(self._eventfd, 1)
+            self._wakeup.set()
         self._has_leader = False
         if self._has_followers:
             self._outer.modify(self._inner_fd, select.EPOLLIN | select.EPOLLONESHOT)
@@ -135,7 +135,7 @@ class EpollLeaderPoller:
         else:
             self._outer.close()
             self._inner.close()
-            os.close(self._eventfd)
+            self._wakeup = SPENT
 
 
 class PollLeaderPoller:

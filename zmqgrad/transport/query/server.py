@@ -131,16 +131,16 @@ class QueryServer:
         self._service: Service | None = None
         self.tracer: Tracer | None = None
         self._admission = Admission(max_clients)
-        local.check_can_open(SERVER_DESCRIPTORS, f"{name} cannot open its sockets")
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-        self._router = self.context.socket(zmq.ROUTER)
         self.reader = Reader(name, self._close, spin_budget(), clock)
         """Reads in the server's thread."""
         self.endpoint = address  # and with its port, once it is bound
         secured = keys is not None and keys.from_secret
+        local.check_can_open(SERVER_DESCRIPTORS, f"{name} cannot open its sockets")
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         try:
             if undo is not None:
                 undo.callback(self.stop)
+            self._router = self.context.socket(zmq.ROUTER)
             set_up_query_socket(self._router)
             self._router.router_mandatory = True
             self._router.sndhwm = self._router.rcvhwm = MAX_UNREAD_REPLIES
@@ -249,10 +249,9 @@ class QueryServer:
             drain_seconds: how long it still serves the clients that are connected, until they disconnect.
         """
         with self._lock:
-            if self._stopped:
-                return
-            self._stopped = True
-            self._drained_by = self._clock.now() + drain_seconds
+            if not self._stopped:
+                self._drained_by = self._clock.now() + drain_seconds
+            self._stopped = True  # and all else again: Ctrl-C may have come before it
             if self._serving:
                 self.reader.post(self._end)
             else:
@@ -275,8 +274,7 @@ class QueryServer:
         tapping.unregister(self)
         if self._service is not None:
             self._service.stopped()
-        self._router.close(LINGER_MS)
-        self.context.destroy(LINGER_MS)  # waits until the last replies have left, or for LINGER_MS
+        self.context.destroy(LINGER_MS)  # with the ROUTER; waits until the last replies have left, or so long
 
     # ---- receiving --------------------------------------------------------------------------------------
 
