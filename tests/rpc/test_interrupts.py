@@ -220,6 +220,26 @@ def test_an_interrupt_while_a_worker_joins_leaves_no_worker() -> None:
     assert number > 10
 
 
+CONNECTING = ("zmqgrad.transport.query.client", "zmqgrad.transport.query.sockets")
+
+
+@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")  # one that no name refers to yet
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_a_client_connects_leaves_no_context() -> None:
+    """As long as a name of the address is looked up: the client counted as a user of the context for ever."""
+    made: list[TCPStore] = []
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT) as master:
+        connect = partial(TCPStore, "127.0.0.1", master.port, timeout=WAIT, fast_path=False)
+        watcher, number = Watcher(), 0
+        while interrupted(number, CONNECTING, lambda: made.append(connect())):
+            number += 1
+            while made:
+                made.pop().close()
+            assert watcher.what_is_left() == []
+        made.pop().close()
+        assert number > 10
+
+
 used: list[int] = []
 
 

@@ -139,7 +139,7 @@ def test_a_client_that_closes_opens_no_connection(plain: Running, monkeypatch: p
             raise ClosedError("closed")
 
     info, closing_of_client = ServerInfo(plain.server.endpoint, None), Wakeup()
-    with closing(QueryChannel(info, True, closing_of_client.fd, check_open, MONOTONIC)) as channel:
+    with closing(QueryChannel(info, True, closing_of_client, check_open, MONOTONIC)) as channel:
         for _ in range(3):
             assert channel.request(A, PATIENCE) == StoreValue(b"a")
         assert info.local is not None

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import Clock
-from zmqgrad.runtime.polling import to_milliseconds
+from zmqgrad.runtime.polling import SPENT, Wakeup, to_milliseconds
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
 from zmqgrad.transport.heartbeat.failure_detector import is_reachable
@@ -45,7 +45,7 @@ class QueryChannel:
     Args:
         server: shared by the channels of a client.
         fast_path: whether the fast path may be used.
-        closing: descriptor that becomes readable when the client is closed.
+        closing: set when the client is closed. Its descriptor is closed with the last channel.
         check_open: raises ClosedError if the client is closed.
     """
 
@@ -53,7 +53,7 @@ class QueryChannel:
         self,
         server: ServerInfo,
         fast_path: bool,
-        closing: int,
+        closing: Wakeup,
         check_open: Callable[[], None],
         clock: Clock,
     ) -> None:
@@ -74,7 +74,8 @@ class QueryChannel:
         self._spin = Spinner(spin_budget()).spin
         self._poll = select.poll()
         self._poll_for = self._poll.poll
-        self._poll.register(closing, select.POLLIN)
+        self._closing = closing
+        self._poll.register(closing.fd, select.POLLIN)
 
     def request(self, message: Message, seconds: float) -> Message:
         """Sends ``message`` until its reply arrives. Arguments and errors as ``QueryClient.request``."""
@@ -311,10 +312,10 @@ class QueryChannel:
             fast.close()
 
     def _close_dealer(self) -> None:
-        dealer, self._dealer = self._dealer, None
-        if dealer is not None:
-            self._trouble = dealer.trouble or self._trouble
-            dealer.close()
+        if self._dealer is not None:
+            self._trouble = self._dealer.trouble or self._trouble
+            self._dealer.close()
+            self._dealer = None  # last: the next call does it again if Ctrl-C comes before
 
     def hang_up(self) -> None:
         """Interrupts a thread that waits in the kernel for a packet. From any thread."""
@@ -326,6 +327,7 @@ class QueryChannel:
         """Closes both connections. Called by the thread that uses the channel. Idempotent."""
         self._close_dealer()
         self._close_local()
+        self._closing = SPENT
 
     def abandon(self) -> None:
         """In a forked child: closes the child's copy of the connection that the parent uses."""

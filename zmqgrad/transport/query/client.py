@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 
 from zmqgrad.errors import ClosedError
@@ -58,7 +59,7 @@ class QueryClient:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards _channels and writes to _closed
         self._idle: deque[QueryChannel] = deque()
-        self._channels: dict[QueryChannel, None] = {}
+        self._channels: weakref.WeakSet[QueryChannel] = weakref.WeakSet()  # those of threads, too
         in_forks(self, QueryClient.forget)
         self.tracer: Tracer | None = None
         tapping.register(self)
@@ -81,30 +82,31 @@ class QueryClient:
             channel = self._idle.pop()  # empty once the client is closed, and in a forked child
         except IndexError:
             channel = self._new_channel()
-        if self.tracer is not None:
-            envelope = (message.TYPE, 0, channel.id, channel.last_request_id + 1, 0, 0, 0, 0)
-            self.tracer.tap(True, channel.id, envelope, message, 0, monotonic_ns())
         try:
+            if self.tracer is not None:
+                envelope = (message.TYPE, 0, channel.id, channel.last_request_id + 1, 0, 0, 0, 0)
+                self.tracer.tap(True, channel.id, envelope, message, 0, monotonic_ns())
             if not blocking.used_by_a_pool or blocking.thread_state.pool is None:
                 reply = channel.request(message, seconds)
             else:
                 with blocking.thread_state.pool.blocked():
                     reply = channel.request(message, seconds)
+            if self.tracer is not None:
+                arrived = Envelope(reply.TYPE, 0, channel.id, channel.last_request_id)
+                self.tracer.tap(False, channel.id, arrived, reply, 0, monotonic_ns())
+            has_room = len(self._idle) < MAX_IDLE
         except BaseException:
-            self._drop(channel)
+            channel.close()
             raise
-        if self.tracer is not None:
-            arrived = Envelope(reply.TYPE, 0, channel.id, channel.last_request_id)
-            self.tracer.tap(False, channel.id, arrived, reply, 0, monotonic_ns())
-        if len(self._idle) < MAX_IDLE:
+        if has_room:
             self._idle.append(channel)
             if not self._closed:  # otherwise close() may have emptied _idle before
                 return reply
             try:
                 self._idle.remove(channel)
             except ValueError:
-                return reply  # close() has dropped it
-        self._drop(channel)
+                return reply  # close() has closed it
+        channel.close()
         return reply
 
     def check_not_forked(self) -> None:
@@ -123,23 +125,13 @@ class QueryClient:
         self.check_not_forked()
         with self._lock:
             self._check_open()
-            channel = QueryChannel(
-                self.server, self._fast_path, self._closing.fd, self._check_open, self._clock
-            )
-            self._channels[channel] = None
+            channel = QueryChannel(self.server, self._fast_path, self._closing, self._check_open, self._clock)
+            self._channels.add(channel)
         return channel
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self.name}, connected to {self.address}, is closed")
-
-    def _drop(self, channel: QueryChannel) -> None:
-        """Closes ``channel``, which the calling thread holds."""
-        channel.close()
-        with self._lock:
-            self._channels.pop(channel, None)
-            if self._closed and not self._channels:
-                self._closing = SPENT
 
     def close(self) -> None:
         """Disconnects; queries under way raise ``ClosedError``. Idempotent."""
@@ -149,9 +141,8 @@ class QueryClient:
         with self._lock:
             self._closed = True
             channels = list(self._channels)
-            self._closing.set()
-            if not channels:
-                self._closing = SPENT
+        self._closing.set()
+        self._closing = SPENT
         for channel in channels:
             channel.hang_up()
         while self._idle:
@@ -159,7 +150,11 @@ class QueryClient:
                 channel = self._idle.pop()
             except IndexError:
                 break  # another thread took it, and finds that the client is closed
-            self._drop(channel)
+            try:
+                channel.close()
+            except BaseException:
+                self._idle.append(channel)  # for the next call
+                raise
 
     def forget(self) -> None:
         """In a forked child: drops the channels, which belong to the parent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import select
+from contextlib import suppress
 from typing import NamedTuple
 
 import zmq
@@ -101,16 +102,18 @@ class DealerConnection:
         self._cut_handshakes = 0  # in a row
         self._monitor: SocketMonitor | None = None
         self._socket = open_client_socket(zmq.DEALER, server.address, server.keys)
-        self.fd = get_int(self._socket, zmq.FD)
         try:
+            self.fd = get_int(self._socket, zmq.FD)
             self._monitor = SocketMonitor(self._socket, CONNECTED | DISCONNECTED | HANDSHAKE_FAILED)
             poll.register(self.fd, select.POLLIN)
             poll.register(self._monitor.fd, select.POLLIN)
             self._socket.connect(server.address)
-        except zmq.ZMQError as e:
+            self.ping()
+        except BaseException as e:
             self.close()
-            raise TransportError(f"cannot connect to {server.address}: {e}") from e
-        self.ping()
+            if isinstance(e, zmq.ZMQError):
+                raise TransportError(f"cannot connect to {server.address}: {e}") from e
+            raise
 
     def send(self, packet: bytearray) -> None:
         """Queues ``packet``, which leaves as soon as there is a connection."""
@@ -181,13 +184,13 @@ class DealerConnection:
 
     def close(self) -> None:
         """Closes the socket. Idempotent."""
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None:
-            self._poll.unregister(monitor.fd)
-            self._poll.unregister(self.fd)
-            monitor.close()
-        if not self._socket.closed:
-            close_client_socket(self._socket)
+        if self._monitor is not None:
+            for fd in (self._monitor.fd, self.fd):
+                with suppress(KeyError):  # Ctrl-C may have come before, or in the last call
+                    self._poll.unregister(fd)
+            self._monitor.close()
+            self._monitor = None
+        close_client_socket(self._socket)
 
 
 def _describe(server: ServerInfo, *, mechanism: bool) -> str:

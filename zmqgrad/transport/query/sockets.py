@@ -10,6 +10,7 @@ import logging
 import os
 import socket as sockets
 import threading
+import weakref
 
 import zmq
 
@@ -41,9 +42,9 @@ _MECHANISM = slice(12, 32)
 PROBE_SECONDS = 2.0
 """How long :func:`speaks_curve` waits for the server."""
 
-_lock = threading.Lock()  # guards _context and _users
+_lock = threading.Lock()  # guards the next two
 _context: zmq.Context[zmq.Socket[bytes]] | None = None
-_users = 0
+_sockets: weakref.WeakSet[zmq.Socket[bytes]] = weakref.WeakSet()  # not a count: Ctrl-C may lose one
 
 
 def set_up_query_socket(socket: zmq.Socket[bytes]) -> None:
@@ -62,50 +63,47 @@ def open_client_socket(kind: int, address: str, keys: Keys | None) -> zmq.Socket
     Raises:
         TransportError: if the system has no socket left.
     """
-    context = _acquire_context(address)
+    global _context
+    needs_ipv6 = _needs_ipv6(address)
+    socket: zmq.Socket[bytes] | None = None
     try:
-        socket: zmq.Socket[bytes] = context.socket(kind)
-    except zmq.ZMQError as e:
-        _release_context()
-        raise TransportError(f"no socket can be had to connect to {address}: {e}") from e
-    set_up_query_socket(socket)
-    socket.ipv6 = _needs_ipv6(address)
-    socket.reconnect_ivl = RECONNECT_MS
-    socket.reconnect_ivl_max = MAX_RECONNECT_MS
-    socket.connect_timeout = CONNECT_TIMEOUT_MS
-    if kind == zmq.SUB:
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)  # a notification is one frame
-    if keys is not None:
-        secure_client(socket, keys)
+        with _lock:
+            if _context is None:
+                check_can_open(CLIENT_DESCRIPTORS, f"no socket can be had to connect to {address}")
+                _context = zmq.Context(1)
+                _context.set(zmq.MAX_SOCKETS, _context.get(zmq.SOCKET_LIMIT))
+            socket = _context.socket(kind)
+            _sockets.add(socket)
+        set_up_query_socket(socket)
+        socket.ipv6 = needs_ipv6
+        socket.reconnect_ivl = RECONNECT_MS
+        socket.reconnect_ivl_max = MAX_RECONNECT_MS
+        socket.connect_timeout = CONNECT_TIMEOUT_MS
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)  # a notification is one frame
+        if keys is not None:
+            secure_client(socket, keys)
+    except BaseException as e:
+        close_client_socket(socket)
+        if isinstance(e, zmq.ZMQError):
+            raise TransportError(f"no socket can be had to connect to {address}: {e}") from e
+        raise
     return socket
 
 
-def close_client_socket(socket: zmq.Socket[bytes]) -> None:
-    """Closes ``socket``; the last one ends the shared context."""
-    socket.close(linger=0)
-    _release_context()
-
-
-def _acquire_context(address: str) -> zmq.Context[zmq.Socket[bytes]]:
-    global _context, _users
+def close_client_socket(socket: zmq.Socket[bytes] | None) -> None:
+    """Closes ``socket``, if any; the last one ends the shared context. Idempotent."""
+    global _context
+    if socket is not None:
+        socket.close(linger=0)
     with _lock:
-        if _context is None:
-            check_can_open(CLIENT_DESCRIPTORS, f"no socket can be had to connect to {address}")
-            _context = zmq.Context(1)
-            _context.set(zmq.MAX_SOCKETS, _context.get(zmq.SOCKET_LIMIT))
-        _users += 1
-        return _context
-
-
-def _release_context() -> None:
-    global _context, _users
-    with _lock:
-        _users -= 1
-        if _users:
+        if socket is not None:
+            _sockets.discard(socket)
+        if _sockets:
             return
         ending, _context = _context, None
     if ending is not None:
-        ending.term()
+        ending.destroy(linger=0)  # with what Ctrl-C may have left
 
 
 def _needs_ipv6(address: str) -> bool:
@@ -148,8 +146,8 @@ def speaks_curve(address: str) -> bool:
 
 def _forget_context() -> None:
     """In a forked child, the context and its threads belong to the parent."""
-    global _lock, _context, _users
-    _lock, _context, _users = threading.Lock(), None, 0
+    global _lock, _context, _sockets
+    _lock, _context, _sockets = threading.Lock(), None, weakref.WeakSet()
 
 
 os.register_at_fork(after_in_child=_forget_context)
