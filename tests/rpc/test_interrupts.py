@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any
@@ -238,6 +239,27 @@ def test_an_interrupt_while_a_client_connects_leaves_no_context() -> None:
             assert watcher.what_is_left() == []
         made.pop().close()
         assert number > 10
+
+
+LEAVING = ("zmqgrad.rpc.api", "zmqgrad.rpc.membership.group", "zmqgrad.runtime.clock")
+
+
+@pytest.mark.open_outcomes
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("graceful", [True, False])
+def test_an_interrupt_of_shutdown_leaves_a_worker_that_has_left_or_can_be_shut_down(graceful: bool) -> None:
+    """The group was forgotten, though nothing had closed it: its threads, sockets and port stayed."""
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", num_worker_threads=1)
+    join = partial(rpc.init_rpc, "alone", rank=0, world_size=1, rpc_backend_options=options)
+    number = 0
+    join()
+    while interrupted(number, LEAVING, lambda: rpc.shutdown(graceful)):
+        number += 1
+        with suppress(NotInitializedError):
+            rpc.shutdown(graceful=False)
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("alone")]
+        join()
+    assert number > 10
 
 
 used: list[int] = []

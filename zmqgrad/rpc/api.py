@@ -222,11 +222,14 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 "shutdown was called by a signal handler that interrupts shutdown, which goes on when the "
                 "handler returns; call shutdown(graceful=False) to leave at once"
             )
+        deadline = Deadline.after(seconds or None)
         try:
-            group.leave(graceful, Deadline.after(seconds or None))
+            group.leave(graceful, deadline)
         finally:
-            _group = None
-            set_default_worker(None)
+            group.leaving = False
+            if group.worker.closed:  # else Ctrl-C came in between, and this can be called again
+                _group = None
+                set_default_worker(None)
 
 
 @run_at_exit

@@ -125,9 +125,9 @@ class Group(ABC):
                 does not reply.
             RpcError: if threads are left because user code in them does not end.
         """
-        self.leaving = True
-        self.worker.events.stop()
         try:
+            self.leaving = True
+            self.worker.events.stop()
             (self._finish if graceful else self._finish_at_once)(deadline)
         except BaseException as e:
             logger.debug("%s: shutdown: %s", self.worker.name, e)
@@ -202,29 +202,29 @@ class Group(ABC):
 
 def _to_the_end(close: Callable[[], None]) -> None:
     """Call ``close`` in another thread than the main one: only that is interrupted by Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        close()
-        return
-    closed: Promise[None] = Promise()
-
-    def run() -> None:
-        try:
-            close()
-        except BaseException as e:
-            closed.set_exception(e)
-        else:
-            closed.set_result(None)
-
-    closing = threading.Thread(target=run, name="zmqgrad-close", daemon=True)
+    closing: threading.Thread | None = None
     try:
-        try:
-            closing.start()
-        except RuntimeError:  # the interpreter is ending
-            run()
-        closed.wait()
+        if threading.current_thread() is threading.main_thread():
+            closed: Promise[None] = Promise()
+
+            def run() -> None:
+                try:
+                    close()
+                except BaseException as e:
+                    closed.set_exception(e)
+                else:
+                    closed.set_result(None)
+
+            closing = threading.Thread(target=run, name="zmqgrad-close", daemon=True)
+            try:
+                closing.start()
+            except RuntimeError:  # the interpreter is ending
+                run()
+            closed.wait()
     finally:
-        # Otherwise it may not have been started.
-        if closed.wait_done(JOIN_TIMEOUT_SECONDS) and closing.ident is not None:
+        if closing is None or (closing.ident is None and not closed.done()):
+            close()  # here: this is another thread, or Ctrl-C came before that one began
+        elif closed.wait_done(JOIN_TIMEOUT_SECONDS) and closing.ident is not None:
             closing.join(JOIN_TIMEOUT_SECONDS)
 
 
