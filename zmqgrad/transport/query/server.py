@@ -131,11 +131,11 @@ class QueryServer:
         self._service: Service | None = None
         self.tracer: Tracer | None = None
         self._admission = Admission(max_clients)
+        local.check_can_open(SERVER_DESCRIPTORS, f"{name} cannot open its sockets")
         self.reader = Reader(name, self._close, spin_budget(), clock)
         """Reads in the server's thread."""
         self.endpoint = address  # and with its port, once it is bound
         secured = keys is not None and keys.from_secret
-        local.check_can_open(SERVER_DESCRIPTORS, f"{name} cannot open its sockets")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         try:
             if undo is not None:
