@@ -226,18 +226,22 @@ class SharedServers:
 
     def release(self, holder: ServerHolder) -> None:
         """Close the server of ``holder``, if any, unless others use it. Once more after Ctrl-C in between."""
+        server = holder.server
+        if server is None:
+            return
         with self._lock:
             for address, (shared, users) in self._shared.items():
-                if shared is holder.server:
+                if shared is server:
                     users.discard(holder)
                     if not users:
                         del self._shared[address]
+                        server.close()  # the next user of this address waits for it
                     break
             else:
                 users = set()
-            if holder.server is not None and not users:
-                holder.server.close()
-            holder.server = None
+        if not users:
+            server.close()  # without the lock: it may wait for its clients, of which some are closing here
+        holder.server = None
 
 
 servers = SharedServers()
