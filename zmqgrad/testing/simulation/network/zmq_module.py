@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -327,6 +329,8 @@ class SimContext:
 
     def __init__(self, process: Process, io_threads: int = 1) -> None:
         self.core = ContextCore(process)
+        self._sockets: weakref.WeakValueDictionary[int, SimZmqSocket] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
         self._options = {
             int(zmq.IO_THREADS): io_threads,
             int(zmq.MAX_SOCKETS): 1023,
@@ -343,7 +347,8 @@ class SimContext:
         self.core.process.network.scheduler.point("zmq socket")
         if len(self.core.cores) >= self._options[int(zmq.MAX_SOCKETS)]:
             raise zmq.ZMQError(errno.EMFILE)
-        return SimZmqSocket(self, kind)
+        made = self._sockets[next(self._numbers)] = SimZmqSocket(self, kind)
+        return made
 
     def set(self, option: int, value: int) -> None:
         """As ``Context.set``."""
@@ -359,7 +364,9 @@ class SimContext:
         self.core.terminate()
 
     def destroy(self, linger: int | None = None) -> None:
-        """As ``Context.destroy``, once its sockets are closed: only a signal handler leaves one open."""
+        """As ``Context.destroy``."""
+        for socket in list(self._sockets.values()):
+            socket.close(linger)
         self.term()
 
     def __enter__(self) -> SimContext:
