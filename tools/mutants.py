@@ -106,7 +106,7 @@ MUTANTS = {
         "            if receiver != self._root:\n                lost = lost or self._lost.get(sender)\n",
         "",
         "members",
-        81,
+        211,
     ),
     "pass-overtaken": Mutant(  # a report that has overtaken another is forgotten
         "autograd/engine/termination.py",
@@ -128,7 +128,7 @@ MUTANTS = {
         "            self._early.append(notification)\n",
         "",
         "none",
-        242,
+        114,
     ),
     "query-repeated": Mutant(  # a change of the store is applied again when its query is repeated
         "store/service.py",
