@@ -149,8 +149,8 @@ MUTANTS = {
         "                    if (idle := self.on_idle()) is not None:\n"
         "                        self.tasks.append(idle)\n",
         "",
-        "members",
-        542,
+        "none",
+        131,
     ),
     "flush-dies": Mutant(  # a connection that closes while its queue is sent ends the thread that sends
         "transport/links.py",
