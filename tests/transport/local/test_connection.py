@@ -766,7 +766,7 @@ def test_a_process_that_was_stopped_while_it_connected_learns_that_the_listener_
 
     def stopped(connected: socket.socket) -> bool:
         site.listener.close()
-        time.sleep(0.02)
+        time.sleep(0.02)  # for longer than it may wait: no event marks that
         return checks(connected)
 
     monkeypatch.setattr(local_connection, "is_same_user", stopped)
