@@ -279,6 +279,19 @@ def test_a_worker_with_all_requests_is_hot_only_if_they_pile_up(tmp_path: Path) 
         assert {kind: w for kind, w in kinds(directory).items() if kind != "queueing"} == found
 
 
+def test_calls_wait_for_a_thread_only_while_all_threads_are_busy(tmp_path: Path) -> None:
+    """Otherwise the thread that takes a call waits for a processor, which more threads would not help."""
+    for runs, found in ((20 * MS, {"queueing": ("w1",)}), (MS, {})):
+        directory = tmp_path / str(runs)
+        directory.mkdir()
+        caller, callee = workers(directory, 2)
+        callee.rows.append((tag_of(events.Usage), 0, 1, 2, 0, 2))
+        for i in range(5):
+            served(caller, callee, i, SECOND + i * 100 * MS, runs, 40 * MS if i == 3 else 0)
+        finish(caller, callee)
+        assert kinds(directory) == found
+
+
 def test_contexts_of_one_number_in_two_groups_are_two(tmp_path: Path) -> None:
     for number, (job, send) in enumerate((("j", 10), ("k", 11))):
         worker = Writer(tmp_path, 0, clock="boot", launcher="l", job=job, incarnation=1000 + number)

@@ -33,9 +33,11 @@ def hot_workers(load: Load, job: Job) -> Iterator[Finding]:
         high = sorted(queued)[math.ceil(len(queued) * 0.9) - 1]
         is_hot = workers >= 3 and len(queued) >= 20 and share >= HOT_SHARE / workers
         is_hot = is_hot and at_a_time >= HOT_REQUESTS
-        if not is_hot and high <= QUEUE_NANOSECONDS:
-            continue
         limit = load.limits.get(worker, 0)
+        # While a request waits for a thread, all are busy. Otherwise it waits for a processor.
+        queues = high > QUEUE_NANOSECONDS and busy >= limit * high
+        if not (is_hot or queues):
+            continue
         pool = (
             f"{counted(limit, 'thread')} of its pool: busy {busy / (last - first) / limit:.0%}. "
             if limit
