@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.runtime.clock import MONOTONIC, Deadline, ManualClock
+from zmqgrad.runtime import clock as clocks
+from zmqgrad.runtime.clock import MONOTONIC, Deadline, ManualClock, wall_offset
 
 seconds = st.floats(0, 1e6)
 
@@ -77,3 +79,21 @@ def test_a_listener_is_called_after_each_advance(clock: ManualClock) -> None:
 def test_the_monotonic_clock_never_decreases() -> None:
     before = MONOTONIC.now()
     assert MONOTONIC.now() >= before
+
+
+@pytest.mark.parametrize("delayed", range(14))
+def test_a_thread_that_loses_the_processor_does_not_shift_the_wall_clock(
+    delayed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two reads it is away for a millisecond."""
+
+    def times() -> Iterator[int]:
+        time = 1_000
+        for n in range(15):
+            time += 100 if n != delayed else 1_000_000
+            yield time
+
+    time = times()
+    monkeypatch.setattr(clocks, "monotonic_ns", time.__next__)
+    monkeypatch.setattr(clocks, "wall_ns", lambda: 7_000_000_000 + next(time))
+    assert wall_offset() == 7_000_000_000

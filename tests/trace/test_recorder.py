@@ -249,6 +249,24 @@ def test_a_wait_gets_longer_in_the_log_while_nothing_else_happens(
         tracer.close()
 
 
+def test_a_slow_disk_does_not_shift_the_samples_of_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = writing.write_all
+
+    def slowly(fd: int, data: bytes) -> None:
+        write(fd, data)
+        threading.Event().wait(0.05)
+
+    monkeypatch.setattr(writing, "write_all", slowly)
+    with record(tmp_path) as recorder:
+        recorder.attach(Identity(tap.WORKER, "w0", 0, 5, "job")).close()
+    (process,) = Job(tmp_path).processes
+    ahead = [wall - time for wall, time in [(process.info.wall, process.info.monotonic), *process.samples]]
+    assert len(ahead) == 2
+    assert max(ahead) - min(ahead) < 5_000_000
+
+
 def _open_wait(directory: Path) -> int:
     """Nanoseconds for which the only wait has been open; 0: it is not in the log yet."""
     try:

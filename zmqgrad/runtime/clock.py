@@ -15,9 +15,21 @@ from typing import Protocol
 monotonic_ns, wall_ns = time.monotonic_ns, time.time_ns
 """Nanoseconds, for traces: they record the real time, so no clock is handed to them."""
 
+_OFFSET_READS = 5
 
 thread_time = time.thread_time
 """Seconds of processor time of the calling thread."""
+
+
+def wall_offset() -> int:
+    """How far the wall clock is ahead of the monotonic clock.
+
+    Returns:
+        Nanoseconds, by the closest of several reads of both: the thread may lose the processor between two.
+    """
+    reads = [(monotonic_ns(), wall_ns(), monotonic_ns()) for _ in range(_OFFSET_READS)]
+    before, wall, after = min(reads, key=lambda read: read[2] - read[0])
+    return wall - (before + after) // 2
 
 
 def unix_time() -> float:

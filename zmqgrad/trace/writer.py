@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zmqgrad.runtime.clock import monotonic_ns as now
-from zmqgrad.runtime.clock import wall_ns
+from zmqgrad.runtime.clock import wall_offset
 from zmqgrad.trace import events, log, stacks
 from zmqgrad.trace.active import Row
 from zmqgrad.trace.events import ProcessInfo, tag_of
@@ -80,7 +80,8 @@ class Writer:
         recorder.path = recorder.directory / f"{host}-{os.getpid()}-{secrets.token_hex(4)}{log.SUFFIX}"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(recorder.path, flags, 0o600)
-        clocks, program = (wall_ns(), now(), own_clock()), " ".join(sys.argv)[:MAX_NAME_CHARACTERS]
+        moment, program = now(), " ".join(sys.argv)[:MAX_NAME_CHARACTERS]
+        clocks = moment + wall_offset(), moment, own_clock()
         info = ProcessInfo(host, os.getpid(), *clocks, recorder.job, program, os.getppid(), stacks.LIBRARY)
         try:
             write_all(fd, log.header(info))
@@ -93,7 +94,7 @@ class Writer:
         if moment - self._sampled < CLOCK_SAMPLE_NANOSECONDS:
             return
         self._sampled = moment
-        rows: list[Row] = [(tag_of(events.ClockSample), moment, wall_ns())]
+        rows: list[Row] = [(tag_of(events.ClockSample), moment, moment + wall_offset())]
         for actor, measure in list(self._recorder.measures.items()):
             method = measure()
             usage = method() if method is not None else None
