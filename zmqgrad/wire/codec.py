@@ -17,7 +17,10 @@ from zmqgrad.wire.frames import (
     START_OFFSET,
     WITH_MANIFEST,
     Envelope,
+    new_tuple,
     read_envelope,
+    read_fields,
+    read_fields_but_type,
     read_start,
     write_consumed,
     write_start,
@@ -42,6 +45,15 @@ COPY_LIMIT_BYTES = 1024
 """Up to this size, copying is faster than creating a memoryview."""
 
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
+
+_START = slice(START_OFFSET + 2)
+_decode_by_start = {
+    PREFIX + kind.to_bytes(2, "big"): decoder.decode for kind, decoder in _decoders.items()
+}.get
+"""Returns what decodes the header of a message that begins with magic, version and type."""
+
+_kind_by_start = {PREFIX + (kind | WITH_MANIFEST).to_bytes(2, "big"): kind for kind in _decoders}.get
+"""Returns the type of a message with a manifest that begins so."""
 
 
 def encode(
@@ -124,6 +136,17 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
     Raises:
         ProtocolError: if the bytes are malformed. No other exception is raised.
     """
+    manifest: Manifest | None = None
+    if type(frame) is bytes and len(frame) <= COPY_LIMIT_BYTES:  # in few steps
+        try:
+            if (decode := _decode_by_start(frame[_START])) is not None:
+                return new_tuple(Envelope, read_fields(frame)), manifest, decode(frame[ENVELOPE_BYTES:])
+            if (kind := _kind_by_start(frame[_START])) is not None:
+                manifest, start = _read_manifest(frame)
+                envelope = new_tuple(Envelope, (kind, *read_fields_but_type(frame)))
+                return envelope, manifest, _decoders[kind].decode(frame[start:])
+        except DECODE_ERRORS:
+            pass  # reported below
     envelope = read_envelope(frame)
     start, with_manifest = ENVELOPE_BYTES, 0
     decoder = _decoders.get(envelope[0])
@@ -135,15 +158,12 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
             f"unknown message type {envelope.type | with_manifest:#x} from worker {envelope.source}"
         )
     try:
-        manifest = None
         if with_manifest:
             manifest, start = _read_manifest(frame)
-        if type(frame) is bytes and len(frame) <= COPY_LIMIT_BYTES:
-            return envelope, manifest, decoder.decode(frame[start:])
         return envelope, manifest, decoder.decode(memoryview(frame)[start:])
     except DECODE_ERRORS as e:
-        kind = BY_TYPE[envelope.type].__name__  # type: ignore[index]
-        raise ProtocolError(f"malformed {kind} from worker {envelope.source}: {e}") from e
+        name = BY_TYPE[envelope.type].__name__  # type: ignore[index]
+        raise ProtocolError(f"malformed {name} from worker {envelope.source}: {e}") from e
 
 
 def _read_manifest(frame: bytes | bytearray | memoryview) -> tuple[Manifest, int]:

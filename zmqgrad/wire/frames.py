@@ -55,8 +55,14 @@ CONSUMED_OFFSET = 48
 write_consumed = struct.Struct("!QQ").pack_into
 """Writes the bytes of requests and replies that the sender has consumed at ``CONSUMED_OFFSET``."""
 
-_read_fields = struct.Struct("!3xHHQQBQQQQQ").unpack_from
-_new = tuple.__new__  # faster than the class itself
+read_fields = struct.Struct("!3xHHQQBQQQQQ").unpack_from
+"""Reads all fields of an envelope."""
+
+read_fields_but_type = struct.Struct("!5xHQQBQQQQQ").unpack_from
+"""Reads those behind the type."""
+
+new_tuple = tuple.__new__
+"""Faster than the class of a named tuple itself."""
 
 _SESSION_OFFSET = 24
 _pack_session = struct.Struct("!QQQ").pack_into
@@ -94,7 +100,7 @@ def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
         )
     if frame[:3] != PREFIX:
         raise ProtocolError(_describe_foreign(bytes(frame[:3])))
-    return _new(Envelope, _read_fields(frame))
+    return new_tuple(Envelope, read_fields(frame))
 
 
 def _describe_foreign(prefix: bytes) -> str:
