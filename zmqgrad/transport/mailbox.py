@@ -365,14 +365,15 @@ class ZmqMailbox(Mailbox):
         """As ``Mailbox``. Frames of ``ZERO_COPY_BYTES`` and more must not be modified afterwards."""
         links = self._links
         link = links.known(peer) or links.to(peer)
-        if link.local is None and link.session is None:
+        connection = link.local
+        if connection is None and link.session is None:
             links.open(link)
+            connection = link.local
         began = 0 if self.tap is None else monotonic_ns()
-        connection, sender = link.local, self._sender
         if connection is not None:
-            sent = sender.send_local(link, connection, message, message_id, frames, channel, timeout)
+            sent = self._sender.send_local(link, connection, message, message_id, frames, channel, timeout)
         else:
-            sent = sender.send_tcp(link, message, message_id, frames, channel, timeout)
+            sent = self._sender.send_tcp(link, message, message_id, frames, channel, timeout)
         if link.ended:  # what this message has reserved since is not to be kept for ever
             self._endpoint.reader.post(partial(self._plane.forget, peer))
         if self.tap is not None and message.TYPE not in SEALED_TYPES:

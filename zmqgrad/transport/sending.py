@@ -71,13 +71,14 @@ class Sender:
         """Sends by a local connection. Returns the size of the message, and the path of its frames."""
         peer, links = link.peer, self._links
         if not frames and not self._has_releases(peer):
+            own, incarnation = self._source
             consumed = self._consumed(peer, NOTHING_CONSUMED)
-            first = encode(message, *self._source, message_id, channel, None, consumed)
+            first = encode(message, own, incarnation, message_id, channel, None, consumed)
             size = len(first)
             if size < MIN_COUNTED_BYTES:
                 if channel and message.is_awaited_by(peer):
                     connection = links.channel(link, channel) or connection
-                links.send_packet(link, connection, first, bool(channel))
+                links.send_packet(link, connection, first, channel != 0)
                 return size, INLINE
             if not self._try_reserve(peer, message, size):
                 self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
@@ -93,7 +94,7 @@ class Sender:
                 connection = links.channel(link, channel) or connection
             sending = True
             if small and not prepared.segments:
-                links.send_packet(link, connection, first, bool(channel))
+                links.send_packet(link, connection, first, channel != 0)
                 return len(first), INLINE
             packets = [first] if small else self._packets(chunks, first)
             links.send_local(link, connection, packets, self._plane.shared_memory.offers(peer, prepared))
@@ -169,16 +170,20 @@ class Sender:
         Returns:
             The prepared frames, the chunks of them, the first frame, and the reserved bytes.
         """
-        peer, source = link.peer, self._source
+        peer = link.peer
+        own, incarnation = self._source
         reserved = -1
         while True:
             prepared = NO_FRAMES
             try:
                 prepared = self._plane.prepare(peer, not size_limit, frames)
-                going, chunks = split(prepared, size_limit) if prepared.frames else (prepared, [])
+                going, chunks, size = prepared, list[Part](), 0
+                if prepared.frames:
+                    going, chunks = split(prepared, size_limit)
+                    size = sum(map(len, prepared.frames))
                 consumed = self._consumed(peer, NOTHING_CONSUMED)
-                first = encode(message, *source, message_id, channel, going.manifest, consumed)
-                size = len(first) + sum(map(len, prepared.frames))
+                first = encode(message, own, incarnation, message_id, channel, going.manifest, consumed)
+                size += len(first)
                 if size < MIN_COUNTED_BYTES:
                     size = 0
                 if reserved >= 0 or not size or self._try_reserve(peer, message, size):

@@ -30,6 +30,7 @@ from zmqgrad.wire.messages import BY_TYPE, Manifest, Message
 _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.items()}
 
 _write_header = msgspec.msgpack.Encoder().encode_into
+_AT_END = -1
 
 ENCODE_ERRORS: tuple[type[Exception], ...] = (
     msgspec.MsgspecError,
@@ -79,7 +80,7 @@ def encode(
         if manifest is not None:
             _write_manifest(frame, manifest)
             kind |= WITH_MANIFEST
-        _write_header(message, frame, len(frame))
+        _write_header(message, frame, _AT_END)
         write_start(frame, START_OFFSET, kind, source, incarnation, message_id, channel)
         if consumed != (0, 0):
             write_consumed(frame, CONSUMED_OFFSET, *consumed)
