@@ -69,13 +69,18 @@ class DataPlane:
 
     # ---- receiving -----------------------------------------------------------------------------------------
 
-    def find_frames(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    def find_frames(
+        self, peer: int, manifest: Manifest, frames: Sequence[Buffer], chunked: bool
+    ) -> Sequence[Buffer]:
         """Returns the frames of a message from its manifest and the ``frames`` received with it.
+
+        Args:
+            chunked: whether some of them were received before, in chunks.
 
         Raises:
             ProtocolError: if the manifest does not match the frames and chunks that were received.
         """
-        if any([buffer.block and not buffer.segment for buffer in manifest.buffers]):
+        if chunked:
             manifest, frames = self.reassembler.complete(peer, manifest, frames)
         return self.shared_memory.open(peer, manifest, frames)
 

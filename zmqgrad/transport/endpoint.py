@@ -245,7 +245,18 @@ class Endpoint:
         except ProtocolError as e:
             self._on_malformed(first, size, path, e)
             return None
-        return self._complete(first, frames, path, accepted, envelope, manifest, message)
+        if frames:
+            size += sum(map(len, frames))
+        inbound = self._complete(first, frames, path, accepted, envelope, manifest, message, size)
+        if not accepted:
+            is_whole, in_header = inbound is not None, len(first)
+            if is_whole and isinstance(message, Chunk):  # a part of a frame
+                is_whole, in_header = False, in_header - len(message.data)
+            with self._counting:
+                self.messages += is_whole
+                self.header_bytes += in_header
+                self.frame_bytes += size - in_header
+        return inbound
 
     def _complete(
         self,
@@ -256,31 +267,30 @@ class Endpoint:
         envelope: Envelope,
         manifest: Manifest | None,
         message: Message,
+        size: int,
     ) -> Inbound | None:
-        """Counts a decoded message, and adds what arrived apart from it. As :meth:`decode`."""
-        size = len(first)
-        if frames:
-            size += sum(map(len, frames))
-        if not accepted:
-            self._count(0, len(first), size - len(first))
+        """Adds what arrived apart from a decoded message of ``size`` bytes. As :meth:`decode`."""
         found, total = frames, size
         try:
             if isinstance(path, _Route) and not accepted and not self._accept_from(path, envelope, size):
                 return None
             if manifest is not None:
+                chunked = False
                 for buffer in manifest.buffers:
                     if buffer.block and not buffer.segment:  # it was received before, in chunks
+                        chunked = True
                         size += buffer.size
                 try:
-                    found = self._plane.find_frames(envelope.source, manifest, frames)
+                    found = self._plane.find_frames(envelope.source, manifest, frames, chunked)
                     total = len(first) + sum(map(len, found))
                 except MemoryError as e:  # who waits for this message is to be told
                     found = Unreceived(e)
-            if envelope.type == MessageType.ARENA_OFFER:
-                self._on_offer(envelope.source, message, path)  # type: ignore[arg-type]
+            if envelope.type not in PARTIAL_TYPES:
+                return Inbound(envelope, message, found, total, size if size >= MIN_COUNTED_BYTES else 0)
+            if isinstance(message, ArenaOffer):
+                self._on_offer(envelope.source, message, path)
                 return None
-            if envelope.type == MessageType.LARGE_MESSAGE:
-                assert isinstance(message, LargeMessage)
+            if isinstance(message, LargeMessage):
                 size += message.size - len(first)  # what its sender has counted
                 whole = self._plane.reassembler.take(envelope.source, message.stream, message.size)
                 return self.decode(bytes(whole), frames, path, accepted=True)
@@ -290,17 +300,7 @@ class Endpoint:
         except MemoryError as e:  # what it says, and who waits for it, is in what was not received
             self.end(envelope.source, str(e))
             return None
-        if isinstance(message, Chunk):
-            self._count(0, -len(message.data), len(message.data))  # it is a part of a frame
-            return Inbound(envelope, message, found, total)
-        self._count(1, 0, 0)
-        return Inbound(envelope, message, found, total, size if size >= MIN_COUNTED_BYTES else 0)
-
-    def _count(self, messages: int, header_bytes: int, frame_bytes: int) -> None:
-        with self._counting:
-            self.messages += messages
-            self.header_bytes += header_bytes
-            self.frame_bytes += frame_bytes
+        return Inbound(envelope, message, found, total)
 
     def _accept_from(self, route: _Route, envelope: Envelope, size: int) -> bool:
         """Returns whether to deliver a message that arrived by tcp."""
