@@ -18,7 +18,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, align_up, block_size
@@ -119,7 +119,7 @@ class Arena:
             leases = None if segment is None else self._allocate([segment], sizes)
         if leases is None:
             return "full"
-        state = self._peers.setdefault(peer, LeaseState())
+        state = self._peers.get(peer) or self._peers.setdefault(peer, LeaseState())
         for lease in leases:
             state.leases[lease.number] = lease
             if keep:
@@ -198,15 +198,14 @@ class Arena:
             lock = state.locks.setdefault(segment.id, next(self._lock_bytes))
         return segment.open_for_reader(lock)
 
-    def release(self, peer: int, numbers: Iterable[int]) -> None:
+    def release(self, peer: int, numbers: Collection[int]) -> None:
         """End leases of ``peer``: it has finished with them, or they were not sent."""
         with self._lock:
             state = self._peers.get(peer)
             if state is None:
                 return
-            found = [state.leases.pop(n, None) for n in numbers]
-            leases = [lease for lease in found if lease is not None]
-            self._unknown_releases += len(found) - len(leases)
+            leases = [lease for n in numbers if (lease := state.leases.pop(n, None)) is not None]
+            self._unknown_releases += len(numbers) - len(leases)
             self._free(leases)
 
     def _new_segment(self, needed: int) -> Segment | None:

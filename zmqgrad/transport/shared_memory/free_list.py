@@ -55,12 +55,14 @@ class FreeList:
         if index == len(self._by_size):
             return None
         found, offset = self._by_size[index]
-        self._remove(offset, found)
+        end = offset + needed
+        del self._by_size[index], self._by_start[offset], self._by_end[offset + found]
         if found > needed:
-            self._add(offset + needed, found - needed)
+            self._add(end, found - needed)
         self._blocks[offset] = needed
         self.used += needed
-        self.high_water = max(self.high_water, offset + needed)
+        if end > self.high_water:
+            self.high_water = end
         return offset
 
     def free(self, offset: int) -> None:

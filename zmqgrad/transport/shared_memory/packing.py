@@ -37,6 +37,8 @@ class PreparedFrames(NamedTuple):
 
 def plan(sizes: Sequence[int]) -> tuple[list[int], tuple[FrameSlice, ...]]:
     """Return the size of each buffer, and the slice for each frame of ``sizes``."""
+    if len(sizes) == 1:
+        return [sizes[0] or 1], (FrameSlice(0, 0, sizes[0]),)
     buffers: list[int] = []
     slices: list[FrameSlice] = []
     shared = -1  # index of the buffer that small frames share

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, FreeList, align_up
-from zmqgrad.wire.lazy_frame import Frame, LazyFrame
+from zmqgrad.wire.lazy_frame import Frame
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +99,13 @@ class Segment:
         assert offset + size <= self.size
         if not size:
             return
-        if isinstance(data, LazyFrame):
-            data.write_to(memoryview(self._map)[offset : offset + size])
-        elif isinstance(data, memoryview) and data.readonly:  # ctypes has no address of such
+        if isinstance(data, memoryview) and data.readonly:  # ctypes has no address of such
             self._map[offset : offset + size] = data
-        else:
+        elif isinstance(data, (bytes, bytearray, memoryview)):
             source = data if isinstance(data, bytes) else _array_type(size).from_buffer(data)
             copy(self._address + offset, source, size)
+        else:
+            data.write_to(memoryview(self._map)[offset : offset + size])
 
     def block(self, offset: int, size: int) -> Any:
         """Return ``size`` bytes as a writable ctypes array, as :meth:`MappedSegment.block`."""

@@ -114,11 +114,14 @@ class SharedMemoryTransport:
                 self._mapped_blocks.restore_releases(peer, released)
                 raise
             if leases is not None:
-                placed = [FrameBuffer(b.segment.id, b.number, b.offset, b.size) for b in leases]
-                segments = {lease.segment.id: lease.segment for lease in leases}
-                manifest = Manifest(tuple(placed), slices, released)
-                self._count(out=total)
-                return PreparedFrames(manifest, (), tuple(segments.values()))
+                placed: list[FrameBuffer] = []
+                segments: dict[int, Segment] = {}
+                for number, segment, offset, size in leases:
+                    placed.append(FrameBuffer(segment.id, number, offset, size))
+                    segments[segment.id] = segment
+                with self._counting:
+                    self.bytes_out += total
+                return PreparedFrames(Manifest(tuple(placed), slices, released), (), tuple(segments.values()))
         return pack_for_socket(frames, sizes, released)
 
     def _prepare_shared(
@@ -145,7 +148,8 @@ class SharedMemoryTransport:
                 segments[lease.segment.id] = lease.segment
                 buffers.append(FrameBuffer(lease.segment.id, lease.number, lease.offset, lease.size, True))
             slices.append(FrameSlice(indices[own.number], start, len(frame)))
-            self._count(out=len(frame))
+            with self._counting:
+                self.bytes_out += len(frame)
         manifest = Manifest(tuple(buffers), tuple(slices), released)
         return PreparedFrames(manifest, rest, tuple(segments.values()))
 
@@ -242,7 +246,8 @@ class SharedMemoryTransport:
         frames: Sequence[Frame],
     ) -> list[Lease] | None:
         """Lease blocks to ``peer`` with the bytes of ``frames``; None if that is not possible."""
-        self._collect_dropped()
+        if self._dropped:
+            self._collect_dropped()
         if not self._arena.limit or self._pid != os.getpid():
             result: list[Lease] | str = "off"
         else:
@@ -283,7 +288,9 @@ class SharedMemoryTransport:
         if not manifest.buffers and not manifest.slices:
             return frames
         opened = self._mapped_blocks.open(peer, manifest, frames)
-        self._count(received=sum([p.size for p in manifest.buffers if p.segment]))
+        received = sum([p.size for p in manifest.buffers if p.segment])
+        with self._counting:
+            self.bytes_in += received
         return opened
 
     # ---- releases and unused memory ---------------------------------------------------------------------
@@ -310,11 +317,6 @@ class SharedMemoryTransport:
             self._trim_job.schedule(TRIM_SECONDS)
 
     # ---- counters ---------------------------------------------------------------------------------------
-
-    def _count(self, out: int = 0, received: int = 0) -> None:
-        with self._counting:
-            self.bytes_out += out
-            self.bytes_in += received
 
     def _count_fallback(self, why: str) -> None:
         with self._counting:
