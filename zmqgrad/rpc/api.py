@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 from torch.futures import Future
@@ -302,7 +303,7 @@ def rpc_sync(
     worker = current_worker()
     with caller_range("sync", worker, to, func):
         return worker.decode(
-            worker.send_and_wait(lambda: worker.call(to, func, args, kwargs, timeout, waits=True))
+            worker.send_and_wait(partial(worker.call, to, func, args, kwargs, timeout, True))  # it waits
         )
 
 

@@ -87,7 +87,7 @@ class Client:
         self._context_for = contexts.for_calls
         self._references = references
         self.pending = PendingCalls()
-        self._claims = itertools.count()
+        self._claim = itertools.count().__next__
         self._counting = threading.RLock()  # guards the next two
         self.sent = 0
         self.perhaps_sent = 0
@@ -150,7 +150,8 @@ class Client:
             reference, serialized = serialize_call(function, args, kwargs, self._context_for(peer))
             serialized = serialized._replace(nanoseconds=monotonic_ns() - began)
             on_id = self.describer(reference, function, args, kwargs)
-        return self.request_call(peer.id, reference, serialized, seconds, function, waits=waits, on_id=on_id)
+        call = Call(reference, serialized.payload, seconds)
+        return self.request(peer.id, call, serialized, seconds, function, waits=waits, on_id=on_id)
 
     def describer(
         self,
@@ -308,7 +309,7 @@ class Client:
         if span is not None:
             call.promise.add_done_callback(partial(_end_span, span))
         if waits:
-            call.claimant, call.claim = threading.get_ident(), next(self._claims)
+            call.claimant, call.claim = threading.get_ident(), self._claim()
         was_counted = was_sent = False
         try:
             self.pending.add(call)
@@ -329,7 +330,8 @@ class Client:
             was_sent = True
             if self.reporter is not None:
                 self.reporter.add(call)
-            self._alarm.set(deadline)
+            if deadline < self._alarm.at:
+                self._alarm.set(deadline)
         except BaseException as e:
             if was_sent:  # Ctrl-C
                 self.give_up(call)
@@ -440,7 +442,7 @@ class Client:
         """
         promise, port = call.promise, call.port
         call.claimant = 0
-        if not (promise.done() or may_wait_for_others()):
+        if not (may_wait_for_others() or promise.done()):
             port.abandon(self._ports.on_unexpected)
             raise refused_wait(call.description)
         abandoned = failed = True
@@ -483,7 +485,7 @@ class Client:
 
         An interrupt at any moment gives the call up.
         """
-        call, before = None, next(self._claims)
+        call, before = None, self._claim()
         try:
             call = send()
             return self.wait(call)

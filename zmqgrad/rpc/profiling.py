@@ -19,12 +19,11 @@ from torch.autograd.profiler import record_function
 from zmqgrad.rpc.calls import describe
 from zmqgrad.rpc.torch_internals import profiled_anywhere as profiled_anywhere
 from zmqgrad.rpc.torch_internals import profiled_here as profiled_here
+from zmqgrad.runtime.blocking import thread_state
 from zmqgrad.transport import tap
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.core import WorkerCore
-
-_NOT_PROFILED = nullcontext()
 
 served_by: list[Any] = []
 """The active profiles of served calls."""
@@ -36,7 +35,7 @@ record_served: Callable[[], Any] = nullcontext
 def caller_range(how: str, worker: WorkerCore, to: object, what: Any) -> Any:
     """A range for a call that ``worker`` makes, if it is profiled; ``how`` is sync, async or remote."""
     if not profiled_here():
-        return _NOT_PROFILED
+        return thread_state.nothing
     callee = worker.membership.find(to).name
     return record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
 
@@ -48,7 +47,8 @@ def callee_range(worker: WorkerCore, source: int, what: Any, traceparent: str = 
         traceparent: the span of the caller; if it has one, the range is a span as well.
     """
     if not traceparent or tap.spans is None:
-        return _profiled_callee(worker, source, what)
+        is_profiled = served_by or profiled_anywhere()
+        return _profiled_callee(worker, source, what) if is_profiled else thread_state.nothing
     caller = worker.membership.name_of(source)
     return _both(
         tap.spans.serve(traceparent, describe(what), caller, worker.name),
@@ -64,6 +64,6 @@ def _both(span: AbstractContextManager[object], profiled: Any) -> Iterator[None]
 
 def _profiled_callee(worker: WorkerCore, source: int, what: Any) -> Any:
     if not profiled_anywhere():
-        return record_served() if served_by else _NOT_PROFILED
+        return record_served() if served_by else thread_state.nothing
     caller = worker.membership.name_of(source)
     return record_function(f"rpc_serve#{describe(what)}({caller} -> {worker.name})")

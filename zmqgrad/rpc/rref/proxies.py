@@ -11,6 +11,7 @@ requested once and cached.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.calls import PendingCall
@@ -67,7 +68,7 @@ def sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> 
     worker = rref._worker
     with caller_range("sync", worker, rref.handle.owner, name):
         return worker.decode(
-            worker.send_and_wait(lambda: call_method(rref, timeout, name, args, kwargs, waits=True))
+            worker.send_and_wait(partial(call_method, rref, timeout, name, args, kwargs, True))  # it waits
         )
 
 
