@@ -58,15 +58,15 @@ class SpinBudget:
         recency: a thread that has not waited for this long blocks at once: its peer spins no more, either.
     """
 
-    __slots__ = ("owner", "recency", "seconds", "waiting")
+    __slots__ = ("owner", "recency", "seconds", "waits")
 
     def __init__(self, seconds: float = SPIN_SECONDS, recency: float = math.inf) -> None:
         self.seconds = seconds
         self.recency = recency
         self.owner: object = None
         """The :class:`Spinner` that may spin."""
-        self.waiting = 0
-        """How many threads wait for a reply at a channel of their own."""
+        self.waits = False
+        """Whether a thread waits for a reply at a channel of its own."""
 
     def yield_cpu(self) -> None:
         """Ends the current spin, as a thread is about to work. From any thread."""

@@ -59,7 +59,7 @@ class EpollLeaderPoller:
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """Waits up to ``seconds`` (None: no limit); returns events as ``select.poll`` does. Leader only."""
         # Threads that wait for replies at their own channels need the processor next.
-        spins = seconds != 0 and not self._spin_budget.waiting
+        spins = seconds != 0 and not self._spin_budget.waits
         ready = (spins and self._spin(self._inner.poll)) or self._inner.poll(seconds, MAX_EVENTS)
         return self._clear_wakeup(ready) if self._woken else ready
 

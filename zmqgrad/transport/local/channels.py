@@ -75,11 +75,12 @@ class ReplyChannel:
         # Held while the owner waits, and while the reader reads in its place.
         self._reading = threading.Lock()
         self._arrived: deque[Arrival] = deque()
-        self._poll = select.poll()
+        self._registry = select.poll()
+        self._poll = self._registry.poll
         self._wakeup = Wakeup()
-        self._listener = channels.listen(channel_endpoint(channels.endpoint, number), self._poll)
+        self._listener = channels.listen(channel_endpoint(channels.endpoint, number), self._registry)
         self._listener.on_resumed = self._on_resumed
-        self._poll.register(self._wakeup.fd, select.POLLIN)
+        self._registry.register(self._wakeup.fd, select.POLLIN)
 
     def _on_resumed(self) -> None:
         """A descriptor is polled again, which a poll under way does not notice. From any thread."""
@@ -106,8 +107,7 @@ class ReplyChannel:
             if self._over:
                 self._over = False
                 return False
-            ready = self._spinner.spin(self._poll.poll) if self.spins else []
-            ready = ready or self._poll.poll(to_milliseconds(seconds))
+            ready = (self.spins and self._spinner.spin(self._poll)) or self._poll(to_milliseconds(seconds))
             self._over = not ready
             for fd, _ in ready:
                 if fd == self._wakeup.fd:
@@ -132,7 +132,7 @@ class ReplyChannel:
         try:
             if self.in_hand or not self._listener.is_open:
                 return []
-            while fds := [fd for fd, _ in self._poll.poll(0) if fd != self._wakeup.fd]:
+            while fds := [fd for fd, _ in self._poll(0) if fd != self._wakeup.fd]:
                 for fd in fds:
                     self._arrived.extend(self._listener.read(fd))
             arrived = list(self._arrived)
@@ -227,7 +227,7 @@ class ReplyChannels:
             if self._closed or not (self._free or self._add()):
                 return False
             held.extend(map(self._free.pop, _LAST))
-            self.spin_budget.waiting = len(self._all) - len(self._free)
+            self.spin_budget.waits = True
             return True
 
     def _add(self) -> bool:
@@ -255,7 +255,8 @@ class ReplyChannels:
     def take_back(self, channel: ReplyChannel, held: list[base.ReplyChannel]) -> None:
         """Makes ``channel``, whose owner has left, available to others, or closes it if it was abandoned."""
         channel.in_hand = False  # before another thread can own it
-        self.settle(channel)
+        if self.ending:
+            self.on_settled(channel)
         channel.spins = True
         with self._lock:
             if self._closed or channel.abandoned:
@@ -263,7 +264,7 @@ class ReplyChannels:
                 held.clear()
             elif held:
                 self._free.extend(map(held.pop, _LAST))
-            self.spin_budget.waiting = len(self._all) - len(self._free)
+            self.spin_budget.waits = len(self._free) < len(self._all)
 
     def _shut(self, channel: ReplyChannel) -> None:
         channel.close()
@@ -278,7 +279,7 @@ class ReplyChannels:
             for channel in self._free:
                 self._shut(channel)
             self._free.clear()
-            self.spin_budget.waiting = len(self._all)
+            self.spin_budget.waits = bool(self._all)
 
     def join(self, seconds: float | None) -> bool:
         """Waits until all are closed. Returns whether that happened within ``seconds``."""
