@@ -23,6 +23,11 @@ TORCH_OPERATOR = "_VariableFunctionsClass."
 
 def reference_to(function: Any, main_by_reference: bool = True) -> str:
     """Return the reference by which a peer finds ``function``, or an empty string if it has none."""
+    if type(function) is types.FunctionType:  # most are found in few steps
+        home, short = function.__module__, function.__qualname__
+        found = getattr(sys.modules.get(home), short, None) if type(home) is str else None
+        if found is function and home not in MAIN_NAMES:
+            return f"{home}:{short}"
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     module = getattr(function, "__module__", None)
     if not isinstance(name, str) or isinstance(function, types.MethodType):
@@ -63,17 +68,17 @@ def _resolves_to(module: str, name: str, function: Any) -> bool:
     return found is function
 
 
-_METHOD = "rref"
+_METHOD = "rref:"
 
 
 def method_reference(rref_id: int, name: str) -> str:
     """Return the reference of a method of a value that the callee owns."""
-    return f"{_METHOD}:{rref_id}:{name}"
+    return f"{_METHOD}{rref_id}:{name}"
 
 
 def method_of(reference: str) -> tuple[int, str] | None:
     """Return RRef id and method name if ``reference`` names a method of a value, else None."""
-    if not reference.startswith(f"{_METHOD}:"):
+    if not reference.startswith(_METHOD):
         return None
     _, rref_id, name = reference.split(":", 2)
     if not rref_id.isdecimal():
