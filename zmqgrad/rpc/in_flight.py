@@ -20,16 +20,11 @@ from zmqgrad.wire.messages import Message, RemoteCall
 class InFlightRequest:
     """One request of a peer, from its arrival to its reply."""
 
-    __slots__ = (
-        "cancelled",
-        "clock",
-        "deadline",
-        "ended",
-        "is_deferred",
-        "makes_value",
-        "message_id",
-        "source",
-    )
+    cancelled = False
+    ended = False
+    """Whether it has its reply. Callbacks that its function has added may still run."""
+    is_deferred = False
+    """Whether the function has returned a future, by which the reply is sent later."""
 
     def __init__(
         self, source: int, message_id: int, deadline: float, clock: Clock, makes_value: bool = False
@@ -40,11 +35,6 @@ class InFlightRequest:
         self.clock = clock
         self.makes_value = makes_value
         """Whether its function makes the value of an RRef, which others than its caller may wait for."""
-        self.cancelled = False
-        self.ended = False
-        """Whether it has its reply. Callbacks that its function has added may still run."""
-        self.is_deferred = False
-        """Whether the function has returned a future, by which the reply is sent later."""
 
     def is_over(self) -> bool:
         """Whether the caller has stopped waiting."""
@@ -179,8 +169,8 @@ def time_left_for_calls() -> float:
     Infinite if that makes the value of an RRef: others may wait for it, or nobody, as with a function that
     ``remote`` starts and that trains for hours.
     """
-    request = served()
-    return math.inf if request is None or request.makes_value else request.left()
+    request = _serving.get()  # as served() does, which would be a call more for each call
+    return math.inf if request is None or request.ended or request.makes_value else request.left()
 
 
 def is_serving() -> bool:
@@ -205,5 +195,5 @@ def cancelled() -> bool:
         >>> rpc.rpc_sync("worker1", count)
         1000
     """
-    request = served()
-    return request is not None and request.is_over()
+    request = _serving.get()  # as above
+    return request is not None and not request.ended and request.is_over()
