@@ -32,12 +32,15 @@ from zmqgrad.wire.messages import (
     Call,
     Message,
     MessageType,
+    PayloadFormat,
     RemoteCall,
     RemoteResult,
     Result,
     RRefFetch,
     RRefValue,
 )
+
+_CALLS = (Call, RemoteCall)
 
 
 class Callee:
@@ -84,12 +87,13 @@ class Callee:
             created = self._references.create_pending(source, call.rref_id, call.fork_id)
         value: Any = None
         try:
-            if isinstance(call, (Call, RemoteCall)) and call.payload.shelf:
+            is_call = isinstance(call, _CALLS)
+            if is_call and call.payload.shelf:
                 inbound = complete(inbound, call.payload.shelf)
             unwrap = self._unwrappers.get(inbound.envelope.type)
             if unwrap is not None:
                 call, tensors, run = unwrap(inbound)
-            if not isinstance(call, (Call, RemoteCall)):
+            if not is_call:
                 self._fetch(inbound, call)
                 return
             function, args, kwargs = self._decode(inbound, call, tensors)
@@ -169,12 +173,13 @@ class Callee:
         self, inbound: Inbound, call: Call | RemoteCall, tensors: list[torch.Tensor] | None
     ) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
         """Decode function, args and kwargs, and release the message."""
+        payload, frames = call.payload, inbound.frames
+        if payload.format is PayloadFormat.NONE:
+            return self._find(call.function), (), {}
         if tensors is None:
-            tensors = deserialize_tensors(call.payload, inbound.frames)
+            tensors = deserialize_tensors(payload, frames)
         references = self._references.of(inbound.envelope.source)
-        function, args, kwargs = deserialize_call(
-            call.function, call.payload, inbound.frames, tensors, references
-        )
+        function, args, kwargs = deserialize_call(call.function, payload, frames, tensors, references)
         inbound.release_frames()
         return self._find(call.function) if function is None else function, args, kwargs
 

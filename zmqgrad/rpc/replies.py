@@ -14,7 +14,9 @@ from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.deserializer import deserialize, deserialize_tensors
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound, Unreceived
-from zmqgrad.wire.messages import ExceptionReply, Result, RRefValue
+from zmqgrad.wire.messages import ExceptionReply, PayloadFormat, Result, RRefValue
+
+_VALUES = (Result, RRefValue)
 
 
 class ReplyDecoder:
@@ -51,14 +53,17 @@ class ReplyDecoder:
         tensors = None
         if unwrap is not None:
             message, tensors, _ = unwrap(inbound)
-        if isinstance(message, ExceptionReply):
-            raise rebuild_exception(message)
-        if not isinstance(message, (Result, RRefValue)):
+        if not isinstance(message, _VALUES):
+            if isinstance(message, ExceptionReply):
+                raise rebuild_exception(message)
+            return None
+        payload = message.payload
+        if payload.format is PayloadFormat.NONE:
             return None
         if tensors is None:
-            tensors = deserialize_tensors(message.payload, inbound.frames)
+            tensors = deserialize_tensors(payload, inbound.frames)
         references = self._references.of(inbound.envelope.source)
-        return deserialize(message.payload, inbound.frames, tensors, references)
+        return deserialize(payload, inbound.frames, tensors, references)
 
     def _decode_reply(self, promise: Promise[Inbound]) -> Any:
         return self.decode(promise.result())
