@@ -126,9 +126,9 @@ class ThreadPool:
 
         One function, so that few frames lie under a task.
         """
-        leads = source.wait_for_lead()
+        me, leads = threading.get_ident(), source.wait_for_lead()
         while leads:
-            self._reader = threading.get_ident()
+            self._reader = me
             task = source.read()
             self._reader = 0  # before another thread is promoted
             if task is None:
@@ -147,7 +147,8 @@ class ThreadPool:
                     return
                 self._finished += 1
                 self._followers += 1
-                self._note_idle()
+                if self._idle_waiters:
+                    self._note_idle()
                 leads = source.try_lead()
             leads = leads or source.wait_for_lead()
         with self._lock:

@@ -124,7 +124,7 @@ class Endpoint:
         """The links that are about to end. Changed by the reading thread only."""
         self.channels: ReplyChannels | None = None
         """The reply channels of the mailbox."""
-        self._local = None if listen is None else self.reader.listen(listen, self._on_packet)
+        self._local = None if listen is None else self.reader.listen(listen, self._handle)
         if router is not None:
             self.reader.read_router(router, self._from_router, self._take)
 
@@ -151,14 +151,6 @@ class Endpoint:
 
     # ---- reading ----------------------------------------------------------------------------------------
 
-    def _on_packet(self, packet: bytes, connection: LocalConnection) -> Task | None:
-        if packet:
-            return self._handle(packet, (), connection)
-        link = self._close_connection(connection)
-        if not link.end_reason:
-            self._end(link.peer, PROCESS_ENDED, True, False)
-        return None
-
     def _from_router(self) -> Task | None:
         return self._take()()
 
@@ -178,15 +170,17 @@ class Endpoint:
         if known is None:
             assert self._listener is not None
             self._listener.hear(route.fd)
-        return partial(self._handle, first, frames, route)
+        return partial(self._handle, first, route, frames)
 
     def take_bulk(self, first: bytes, frames: Sequence[Buffer]) -> None:
         """Delivers a message that has arrived by a bulk channel. From any thread."""
-        self.reader.post(partial(self._handle_later, first, frames, self._bulk))
+        self.reader.post(partial(self._handle_later, first, self._bulk, frames))
 
-    def _handle_later(self, first: bytes, frames: Sequence[Buffer], path: LocalConnection | _Route) -> None:
+    def _handle_later(
+        self, first: bytes, path: LocalConnection | _Route, frames: Sequence[Buffer] = ()
+    ) -> None:
         """Handles a message. Its task runs when the reader has handled the event under way."""
-        task = self._handle(first, frames, path)
+        task = self._handle(first, path, frames)
         if task is not None:
             self.reader.tasks.append(task)
 
@@ -200,8 +194,18 @@ class Endpoint:
             if not frame.more:
                 return frames
 
-    def _handle(self, first: bytes, frames: Sequence[Buffer], path: LocalConnection | _Route) -> Task | None:
-        """Decodes and delivers a message. Whatever fails, such as memory, the reading thread must go on."""
+    def _handle(
+        self, first: bytes, path: LocalConnection | _Route, frames: Sequence[Buffer] = ()
+    ) -> Task | None:
+        """Decodes and delivers a message; an empty packet is the end of its connection.
+
+        Whatever fails, such as memory, the reading thread must go on.
+        """
+        if not first and isinstance(path, LocalConnection):
+            link = self._close_connection(path)
+            if not link.end_reason:
+                self._end(link.peer, PROCESS_ENDED, True, False)
+            return None
         try:
             inbound = self.decode(first, frames, path)
         except Exception:
@@ -461,7 +465,7 @@ class Endpoint:
         """Handles what has arrived at a reply channel, unless its owner is waiting there, and will."""
         for packet, connection in channel.take_arrived():
             if packet:
-                self._handle_later(packet, (), connection)
+                self._handle_later(packet, connection)
             else:
                 self._close_connection(connection)
 

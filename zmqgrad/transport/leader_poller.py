@@ -12,11 +12,13 @@ import os
 import select
 import threading
 
-from zmqgrad.runtime.polling import SPENT, Wakeup
+from zmqgrad.runtime.polling import READ, SPENT, Wakeup
 from zmqgrad.runtime.spinning import UNSOLICITED_SPIN_SECONDS, SpinBudget, Spinner
 
 MAX_EVENTS = 256
 """How many events one poll returns at most."""
+
+_ONCE = getattr(select, "EPOLLONESHOT", 0)  # where there is epoll
 
 
 class EpollLeaderPoller:
@@ -32,6 +34,7 @@ class EpollLeaderPoller:
         self._spin_budget = budget or SpinBudget(0)
         self._spin = Spinner(self._spin_budget, at_most=UNSOLICITED_SPIN_SECONDS).spin
         self._inner = select.epoll()
+        self._poll = self._inner.poll
         self._outer = select.epoll()
         self._wakeup = Wakeup()
         self._lock = threading.Lock()  # guards _waiting, _closed and _has_leader
@@ -60,7 +63,7 @@ class EpollLeaderPoller:
         """Waits up to ``seconds`` (None: no limit); returns events as ``select.poll`` does. Leader only."""
         # Threads that wait for replies at their own channels need the processor next.
         spins = seconds != 0 and not self._spin_budget.waits
-        ready = (spins and self._spin(self._inner.poll)) or self._inner.poll(seconds, MAX_EVENTS)
+        ready = (spins and self._spin(self._poll)) or self._poll(seconds, MAX_EVENTS)
         return self._clear_wakeup(ready) if self._woken else ready
 
     def _clear_wakeup(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -92,31 +95,29 @@ class EpollLeaderPoller:
             if self._has_leader or self._closed:
                 return False
             self._has_leader = True
-            self._outer.modify(
-                self._inner_fd, select.EPOLLONESHOT
-            )  # else the next message would wake a follower
+            self._outer.modify(self._inner_fd, _ONCE)  # else the next message would wake a follower
             return True
 
-    def promote(self, at_once: bool) -> None:
-        """Gives up the lead: the next event makes one follower the leader; with ``at_once``, one is woken
-        now.
+    def promote(self, at_once: object) -> None:
+        """Gives up the lead: the next event makes one follower the leader; if ``at_once``, a truth value, one
+        is woken now.
 
         Called by the leader, or before there is one.
         """
         with self._lock:  # else another thread could lead, and close, before it is armed
             self._arm(at_once)
 
-    def _arm(self, at_once: bool) -> None:
+    def _arm(self, at_once: object) -> None:
         """Lets the next event wake a follower. Called with the lock held."""
         if at_once:
             self._woken = True
             self._wakeup.set()
         self._has_leader = False
         if self._has_followers:
-            self._outer.modify(self._inner_fd, select.EPOLLIN | select.EPOLLONESHOT)
+            self._outer.modify(self._inner_fd, READ | _ONCE)
         else:
             self._has_followers = True  # each event of the inner epoll costs more from here on
-            self._outer.register(self._inner_fd, select.EPOLLIN | select.EPOLLONESHOT)
+            self._outer.register(self._inner_fd, READ | _ONCE)
 
     def close(self) -> None:
         """Makes all followers return. Called by the leader, or before there is one. Idempotent."""
@@ -179,7 +180,7 @@ class PollLeaderPoller:
             self._turns.release()
         return taken and not self._closed
 
-    def promote(self, at_once: bool) -> None:
+    def promote(self, at_once: object) -> None:
         """As :meth:`EpollLeaderPoller.promote`."""
         self._turns.release()
 

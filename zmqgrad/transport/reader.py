@@ -209,7 +209,7 @@ class Reader:
         """As ``Source``. A follower is woken at once if there is something to handle already."""
         if self.at_router and not (self._when_empty or self._taken):
             self.at_router = self._has_message()
-        self._poller.promote(at_once=bool(self._posted or self.tasks or self.at_router))
+        self._poller.promote(self._posted or self.tasks or self.at_router)
 
     def read(self) -> Task | None:
         """Reads until something results in a task. Returns None at the end."""
