@@ -13,7 +13,7 @@ from typing import Any
 
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.thread_pool import Task
-from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound
+from zmqgrad.transport.base import Frame, Handler, Inbound
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
 from zmqgrad.transport.shared_memory.packing import array_beneath
@@ -21,7 +21,7 @@ from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import LazyFrame
-from zmqgrad.wire.messages import RESPONSE, Chunk, CreditWanted, Manifest, Message, MessageType
+from zmqgrad.wire.messages import RESPONSE, Chunk, CreditWanted, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class DataPlane:
         """As :attr:`ReceiveWindow.totals`."""
         self.reassembler = Reassembler(self.shared_memory.allocate)
         self.prepare, self.rollback = self.shared_memory.prepare, self.shared_memory.rollback
-        self.on_offer = self.shared_memory.on_offer
+        self.on_offer, self.open = self.shared_memory.on_offer, self.shared_memory.open
 
     def start(self, service: ServiceThread) -> None:
         """Starts the periodic work, which ``service`` runs."""
@@ -68,21 +68,6 @@ class DataPlane:
         return [f if isinstance(f, (bytes, LazyFrame)) or array_beneath(f) else copy(f) for f in frames]
 
     # ---- receiving -----------------------------------------------------------------------------------------
-
-    def find_frames(
-        self, peer: int, manifest: Manifest, frames: Sequence[Buffer], chunked: bool
-    ) -> Sequence[Buffer]:
-        """Returns the frames of a message from its manifest and the ``frames`` received with it.
-
-        Args:
-            chunked: whether some of them were received before, in chunks.
-
-        Raises:
-            ProtocolError: if the manifest does not match the frames and chunks that were received.
-        """
-        if chunked:
-            manifest, frames = self.reassembler.complete(peer, manifest, frames)
-        return self.shared_memory.open(peer, manifest, frames)
 
     def on_message(self, inbound: Inbound) -> None:
         """Handles one of the messages in ``DATA_PLANE_TYPES``.

@@ -274,7 +274,7 @@ class Endpoint:
         size: int,
     ) -> Inbound | None:
         """Adds what arrived apart from a decoded message of ``size`` bytes. As :meth:`decode`."""
-        found, total = frames, size
+        found, total, source = frames, size, envelope.source
         try:
             if isinstance(path, _Route) and not accepted and not self._accept_from(path, envelope, size):
                 return None
@@ -285,24 +285,26 @@ class Endpoint:
                         chunked = True
                         size += buffer.size
                 try:
-                    found = self._plane.find_frames(envelope.source, manifest, frames, chunked)
+                    if chunked:
+                        manifest, found = self._plane.reassembler.complete(source, manifest, frames)
+                    found = self._plane.open(source, manifest, found)
                     total = len(first) + sum(map(len, found))
                 except MemoryError as e:  # who waits for this message is to be told
                     found = Unreceived(e)
             if envelope.type not in PARTIAL_TYPES:
                 return Inbound(envelope, message, found, total, size if size >= MIN_COUNTED_BYTES else 0)
             if isinstance(message, ArenaOffer):
-                self._on_offer(envelope.source, message, path)
+                self._on_offer(source, message, path)
                 return None
             if isinstance(message, LargeMessage):
                 size += message.size - len(first)  # what its sender has counted
-                whole = self._plane.reassembler.take(envelope.source, message.stream, message.size)
+                whole = self._plane.reassembler.take(source, message.stream, message.size)
                 return self.decode(bytes(whole), frames, path, accepted=True)
         except ProtocolError as e:
             self._on_malformed(first, size, path, e)
             return None
         except MemoryError as e:  # what it says, and who waits for it, is in what was not received
-            self.end(envelope.source, str(e))
+            self.end(source, str(e))
             return None
         return Inbound(envelope, message, found, total)
 

@@ -378,7 +378,8 @@ class ZmqMailbox(Mailbox):
             self._endpoint.reader.post(partial(self._plane.forget, peer))
         if self.tap is not None and message.TYPE not in SEALED_TYPES:
             envelope = (message.TYPE, self.worker_id, self.incarnation, message_id, channel, 0, 0, 0)
-            self.tap(True, peer, envelope, message, sent[0], began or monotonic_ns(), sent[1])
+            size = sent[0] + sum(map(len, frames))
+            self.tap(True, peer, envelope, message, size, began or monotonic_ns(), sent[1])
 
     def notify(self, peer: int, message: Message, message_id: int = 0) -> None:
         """Sends a control message, if the peer can be reached."""

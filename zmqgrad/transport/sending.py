@@ -68,7 +68,7 @@ class Sender:
         channel: int,
         timeout: float,
     ) -> tuple[int, int]:
-        """Sends by a local connection. Returns the size of the message, and the path of its frames."""
+        """Sends by a local connection. Returns the size of the first frame, and the path of the others."""
         peer, links = link.peer, self._links
         if not frames and not self._has_releases(peer):
             own, incarnation = self._source
@@ -107,7 +107,7 @@ class Sender:
             self._undo(peer, message, prepared, size, perhaps_sent)
             raise
         path = FRAMES if prepared.frames else SHARED_MEMORY if frames else INLINE
-        return len(first) + sum(map(len, frames)), path
+        return len(first), path
 
     def _packets(self, chunks: list[Part], first: bytearray) -> list[bytearray]:
         """Returns the packets of a message: its chunks, as far as a packet is too small, and the last."""
@@ -150,7 +150,7 @@ class Sender:
         except BaseException:
             self._undo(link.peer, message, prepared, size)
             raise
-        return len(first) + sum(map(len, frames)), FRAMES if frames else INLINE
+        return len(first), FRAMES if frames else INLINE
 
     def _prepare(
         self,

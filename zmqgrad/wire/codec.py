@@ -10,9 +10,10 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.wire.frames import (
     CONSUMED_OFFSET,
     ENVELOPE_BYTES,
-    MANIFEST_LENGTH,
+    MANIFEST_OFFSET,
     MAX_HEADER_BYTES,
     NO_ENVELOPE,
+    NO_ENVELOPE_BEFORE_MANIFEST,
     PREFIX,
     START_OFFSET,
     WITH_MANIFEST,
@@ -21,8 +22,10 @@ from zmqgrad.wire.frames import (
     read_envelope,
     read_fields,
     read_fields_but_type,
+    read_manifest_length,
     read_start,
     write_consumed,
+    write_manifest_length,
     write_start,
 )
 from zmqgrad.wire.messages import BY_TYPE, Manifest, Message
@@ -45,7 +48,7 @@ DECODE_ERRORS = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, Recursi
 COPY_LIMIT_BYTES = 1024
 """Up to this size, copying is faster than creating a memoryview."""
 
-_manifest_decoder = msgspec.msgpack.Decoder(Manifest)
+_decode_manifest = msgspec.msgpack.Decoder(Manifest).decode
 
 _START = slice(START_OFFSET + 2)
 _decode_by_start = {
@@ -74,11 +77,12 @@ def encode(
         ProtocolError: if a field of ``message`` cannot be encoded (an integer of more than 64 bits, a lone
             surrogate), or if the frame exceeds ``MAX_HEADER_BYTES``. The reader checks the bounds of fields.
     """
-    frame = bytearray(NO_ENVELOPE)
+    frame = bytearray(NO_ENVELOPE if manifest is None else NO_ENVELOPE_BEFORE_MANIFEST)
     try:
         kind: int = message.TYPE
         if manifest is not None:
-            _write_manifest(frame, manifest)
+            _write_header(manifest, frame, _AT_END)
+            write_manifest_length(frame, ENVELOPE_BYTES, len(frame) - MANIFEST_OFFSET)
             kind |= WITH_MANIFEST
         _write_header(message, frame, _AT_END)
         write_start(frame, START_OFFSET, kind, source, incarnation, message_id, channel)
@@ -92,13 +96,6 @@ def encode(
             f"(at most {MAX_HEADER_BYTES})"
         )
     return frame
-
-
-def _write_manifest(frame: bytearray, manifest: Manifest) -> None:
-    at = len(frame) + MANIFEST_LENGTH.size
-    frame += bytes(MANIFEST_LENGTH.size)
-    _write_header(manifest, frame, at)
-    MANIFEST_LENGTH.pack_into(frame, at - MANIFEST_LENGTH.size, len(frame) - at)
 
 
 def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
@@ -169,6 +166,5 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
 
 def _read_manifest(frame: bytes | bytearray | memoryview) -> tuple[Manifest, int]:
     """Return the manifest and the offset of the header."""
-    start = ENVELOPE_BYTES + MANIFEST_LENGTH.size
-    end = start + MANIFEST_LENGTH.unpack_from(frame, ENVELOPE_BYTES)[0]
-    return _manifest_decoder.decode(memoryview(frame)[start:end]), end
+    end = MANIFEST_OFFSET + read_manifest_length(frame, ENVELOPE_BYTES)[0]
+    return _decode_manifest(memoryview(frame)[MANIFEST_OFFSET:end]), end

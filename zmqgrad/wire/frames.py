@@ -34,8 +34,11 @@ ENVELOPE_BYTES = ENVELOPE_FORMAT.size
 WITH_MANIFEST = 0x8000
 """Flag in the type field: a manifest precedes the header."""
 
-MANIFEST_LENGTH = struct.Struct("!I")
+_MANIFEST_LENGTH = struct.Struct("!I")
 """The size of the manifest in bytes, in front of it."""
+
+MANIFEST_OFFSET = ENVELOPE_BYTES + _MANIFEST_LENGTH.size
+read_manifest_length, write_manifest_length = _MANIFEST_LENGTH.unpack_from, _MANIFEST_LENGTH.pack_into
 
 MAX_HEADER_BYTES = 512 << 20
 """Limit for envelope and header together; larger first frames are rejected unread."""
@@ -43,6 +46,8 @@ MAX_HEADER_BYTES = 512 << 20
 PREFIX = MAGIC + bytes((VERSION,))
 NO_ENVELOPE = PREFIX + bytes(ENVELOPE_BYTES - len(PREFIX))
 """An envelope whose fields are to be written."""
+
+NO_ENVELOPE_BEFORE_MANIFEST = NO_ENVELOPE + bytes(_MANIFEST_LENGTH.size)
 
 START_OFFSET = len(PREFIX)
 read_start = struct.Struct("!3sHHQQ").unpack_from

@@ -104,7 +104,7 @@ class SharedMemoryTransport:
             return PreparedFrames(Manifest(released=released) if released else None, ())
         if local and self._references and any(own := [shared_part(f) for f in frames]):
             return self._prepare_shared(peer, frames, own, released)
-        sizes = [len(f) for f in frames]
+        sizes = list(map(len, frames))
         total = sum(sizes)
         if total >= self._threshold:
             buffers, slices = plan(sizes)
