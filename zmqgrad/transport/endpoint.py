@@ -251,16 +251,23 @@ class Endpoint:
             return None
         if frames:
             size += sum(map(len, frames))
-        inbound = self._complete(first, frames, path, accepted, envelope, manifest, message, size)
         if not accepted:
-            is_whole, in_header = inbound is not None, len(first)
-            if is_whole and isinstance(message, Chunk):  # a part of a frame
-                is_whole, in_header = False, in_header - len(message.data)
             with self._counting:
-                self.messages += is_whole
-                self.header_bytes += in_header
-                self.frame_bytes += size - in_header
+                self.messages += 1
+                self.header_bytes += len(first)
+                if frames:
+                    self.frame_bytes += size - len(first)
+        inbound = self._complete(first, frames, path, accepted, envelope, manifest, message, size)
+        if inbound is None and not accepted:
+            self._uncount(0)
         return inbound
+
+    def _uncount(self, frame_bytes: int) -> None:
+        """What was counted was no whole message; some of its header was ``frame_bytes`` of a frame."""
+        with self._counting:
+            self.messages -= 1
+            self.header_bytes -= frame_bytes
+            self.frame_bytes += frame_bytes
 
     def _complete(
         self,
@@ -306,6 +313,8 @@ class Endpoint:
         except MemoryError as e:  # what it says, and who waits for it, is in what was not received
             self.end(source, str(e))
             return None
+        assert isinstance(message, Chunk)  # a part of a frame
+        self._uncount(len(message.data))
         return Inbound(envelope, message, found, total)
 
     def _accept_from(self, route: _Route, envelope: Envelope, size: int) -> bool:

@@ -29,6 +29,7 @@ STABLE_TENSOR_TYPES = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, Mess
 messages may change as soon as they are sent; between hosts they are copied, as they may have to be resent."""
 
 NO_FRAMES = PreparedFrames(None, ())
+NO_CHUNKS: list[Part] = []
 
 
 class Sender:
@@ -82,7 +83,7 @@ class Sender:
                 return size, INLINE
             if not self._try_reserve(peer, message, size):
                 self._plane.send_window.wait(peer, _is_reply(message), size, timeout)
-            prepared, chunks = NO_FRAMES, list[Part]()
+            prepared, chunks = NO_FRAMES, NO_CHUNKS
         else:
             prepared, chunks, first, size = self._prepare(
                 link, 0, message, message_id, frames, channel, timeout
@@ -177,7 +178,7 @@ class Sender:
             prepared = NO_FRAMES
             try:
                 prepared = self._plane.prepare(peer, not size_limit, frames)
-                going, chunks, size = prepared, list[Part](), 0
+                going, chunks, size = prepared, NO_CHUNKS, 0
                 if prepared.frames:
                     going, chunks = split(prepared, size_limit)
                     size = sum(map(len, prepared.frames))
