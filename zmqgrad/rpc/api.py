@@ -37,7 +37,7 @@ from zmqgrad.rpc.options import (
     TensorPipeRpcBackendOptions,
     check_timeout,
 )
-from zmqgrad.rpc.profiling import caller_range
+from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.rref.api import RRef as PyRRef  # noqa: F401
 from zmqgrad.rpc.torch_internals import python_only
@@ -301,10 +301,11 @@ def rpc_sync(
         tensor([2., 2.])
     """
     worker = current_worker()
+    send = partial(worker.call, to, func, args, kwargs, timeout, True)  # it waits
+    if not profiled_here():
+        return worker.decode(worker.send_and_wait(send))
     with caller_range("sync", worker, to, func):
-        return worker.decode(
-            worker.send_and_wait(partial(worker.call, to, func, args, kwargs, timeout, True))  # it waits
-        )
+        return worker.decode(worker.send_and_wait(send))
 
 
 @overload

@@ -78,8 +78,9 @@ class Callee:
                 the error is raised where the value is fetched.
         """
         tensors = run = None
-        call: Any = getattr(inbound.message, "wrapped", inbound.message)
-        source = inbound.envelope.source
+        envelope, message = inbound.envelope, inbound.message
+        call: Any = getattr(message, "wrapped", message)
+        source = envelope.source
         if inbound.frames.__class__ is Unreceived:  # to read them raises
             self._references.release_unread(inbound)
         created: Promise[Any] | None = None
@@ -90,7 +91,7 @@ class Callee:
             is_call = isinstance(call, _CALLS)
             if is_call and call.payload.shelf:
                 inbound = complete(inbound, call.payload.shelf)
-            unwrap = self._unwrappers.get(inbound.envelope.type)
+            unwrap = self._unwrappers.get(envelope.type)
             if unwrap is not None:
                 call, tensors, run = unwrap(inbound)
             if not is_call:
@@ -130,7 +131,8 @@ class Callee:
     def _reply(self, inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
         if type(value) is DeferredResult:
             value = value.value()
-        requester = self._membership.record(inbound.envelope.source)
+        source = inbound.envelope.source
+        requester = self._membership.find_known(source) or self._membership.record(source)
         began = monotonic_ns() if self._worker.hooks.tracer is not None else 0
         serialized = serialize(value, self._contexts.for_replies(requester), call.function)
         if began:

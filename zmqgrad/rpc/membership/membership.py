@@ -93,7 +93,7 @@ class Membership:
 
     def find_here(self, to: object) -> WorkerRecord | None:
         """As :meth:`find`, but returns None if the store has to be queried."""
-        found = self._find(to)
+        found = self._by_name.get(to) if type(to) is str else self._find(to)
         if found is not None and self.update_from_store is not None and found.id in self._former:
             return None  # another worker may have its name by now
         return found
