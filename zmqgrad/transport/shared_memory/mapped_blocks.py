@@ -140,8 +140,12 @@ class MappedBlocks:
         buffers: list[memoryview] = []
         missing: MemoryError | None = None
         for buffer in manifest.buffers:
+            segment = self._segments.get((peer, buffer.segment)) if buffer.segment else None
+            if segment is None:
+                buffers.append(_next(peer, buffer, following))
+                continue
             try:
-                buffers.append(self._open(peer, buffer, following))
+                buffers.append(segment.open(buffer))
             except MemoryError:  # the others are opened nevertheless, and so released when they are dropped
                 missing = missing or no_memory(buffer.size, peer)
         if missing is not None:
@@ -149,17 +153,6 @@ class MappedBlocks:
         if next(following, None) is not None:
             raise ProtocolError(f"the manifest refers to fewer than the {len(frames)} frames of the message")
         return [_slice(part, buffers) for part in manifest.slices]
-
-    def _open(self, peer: int, buffer: FrameBuffer, following: Iterator[Buffer]) -> memoryview:
-        if not buffer.segment:
-            frame = next(following, None)
-            if frame is None:
-                raise ProtocolError("the manifest refers to more frames than the message has")
-            return memoryview(frame)
-        segment = self._segments.get((peer, buffer.segment))
-        if segment is None:
-            raise ProtocolError(f"segment {buffer.segment} of a block was never sent by worker {peer}")
-        return segment.open(buffer)
 
     def take_releases(self, peer: int) -> tuple[int, ...]:
         """Return blocks to release to ``peer``, as many as a manifest holds. The caller must send them."""
@@ -209,6 +202,16 @@ class MappedBlocks:
             "blocks_in_use": sum(in_use for in_use, _ in counts),
             "blocks_pinned": sum(pinned for _, pinned in counts),
         }
+
+
+def _next(peer: int, buffer: FrameBuffer, following: Iterator[Buffer]) -> memoryview:
+    """Return the bytes of a buffer that is a frame of the message; its segment is not known."""
+    if buffer.segment:
+        raise ProtocolError(f"segment {buffer.segment} of a block was never sent by worker {peer}")
+    frame = next(following, None)
+    if frame is None:
+        raise ProtocolError("the manifest refers to more frames than the message has")
+    return memoryview(frame)
 
 
 def _slice(part: FrameSlice, buffers: Sequence[memoryview]) -> memoryview:

@@ -288,7 +288,10 @@ class SharedMemoryTransport:
         if not manifest.buffers and not manifest.slices:
             return frames
         opened = self._mapped_blocks.open(peer, manifest, frames)
-        received = sum([p.size for p in manifest.buffers if p.segment])
+        received = 0
+        for buffer in manifest.buffers:
+            if buffer.segment:
+                received += buffer.size
         with self._counting:
             self.bytes_in += received
         return opened
