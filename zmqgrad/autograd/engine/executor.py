@@ -444,7 +444,7 @@ class LocalPass:
     def _accumulate_from(self, group: Group, edge: Edge, gradient: torch.Tensor, also_held: bool) -> None:
         """Add a gradient of ``group`` to a leaf, which other groups may lead to as well."""
         leaf = edge[0].variable
-        if self.options.origin or self._adds_in_order or self._plan.sources.get(edge, 1) > 1:
+        if self.options.origin or self._adds_in_order or edge in self._plan.common:
             self._accumulate_part(leaf, gradient, also_held, (OF_GROUPS, group.outgoing[edge]))
         elif post_accumulate_hooks(leaf):  # registered since the pass began, or the leaf would wait
             self._accumulate(edge[0], gradient, also_held)

@@ -16,9 +16,11 @@ when that group has run.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import operator
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, filterfalse
 from typing import Any
 
 from zmqgrad.autograd.graph.entry_sets import EntrySet, EntrySets
@@ -50,43 +52,45 @@ SEARCH_STEPS, SEARCH_STEPS_PER_EDGE = 1000, 8
 """How long all searches for groups that re-enter may take together (:attr:`Group.reenters`)."""
 
 
-@dataclass(slots=True, eq=False)
 class Group:
     """Nodes that the same entries reach.
 
     Dictionaries without values are ordered sets. ``outgoing`` numbers the groups that lead to the same edge.
     """
 
-    entries: EntrySet
-    starts: list[int] = field(default_factory=list)
-    """The entries that start in this group, and not only in one before it."""
-    incoming: dict[Edge, None] = field(default_factory=dict)
-    outgoing: dict[Edge, int] = field(default_factory=dict)
-    sinks: list[Node] = field(default_factory=list)
-    dependents: dict[Group, None] = field(default_factory=dict)
-    gradients: dict[Edge, Any] = field(default_factory=dict)
-    """Sums of the gradients that have reached the incoming edges so far."""
-    sources: int = 0
-    """How many groups feed this one."""
-    pending_starts: int = 0
-    """Entries of ``starts`` that have neither arrived nor been dropped."""
-    pending_groups: int = 0
-    """Groups that feed this one and have not run."""
-    unsettled: int = 0
-    """As the two above, but a group counts only as long as it misses an entry itself."""
-    reached: bool = False
-    """Whether any entry has arrived."""
-    accumulates: bool = False
-    """Whether any edge leads to a leaf that other groups may lead to as well."""
-    reenters: bool = False
-    """Whether one outgoing edge may lead to the node of another.
+    __slots__ = (
+        *("accumulates", "dependents", "entries", "gradients", "incoming", "outgoing", "pending"),
+        *("ran", "reached", "reenters", "sinks", "starts", "unsettled"),
+    )
 
-    Torch's engine stops at the edges that it has to return gradients for, except where such a node
-    leads to another of these edges: it would run that node too early, on a partial sum. For example,
-    ``x = w * w`` is sent away and also added to ``w`` locally: from the sum one reaches ``w``, and
-    ``x``, through which one reaches ``w`` again.
-    """
-    ran: bool = False
+    def __init__(self, entries: EntrySet) -> None:
+        self.entries = entries
+        self.starts: list[int] = []
+        """The entries that start in this group, and not only in one before it."""
+        self.incoming: dict[Edge, None] = {}
+        self.outgoing: dict[Edge, int] = {}
+        self.sinks: list[Node] = []
+        self.dependents: dict[Group, None] = {}
+        self.gradients: dict[Edge, Any] = {}
+        """Sums of the gradients that have reached the incoming edges so far."""
+        self.pending = 0
+        """Entries of ``starts`` that have neither arrived nor been dropped, and groups that feed this one and
+        have not run."""
+        self.unsettled = 0
+        """The same, but a group counts only as long as it misses an entry itself."""
+        self.reached = False
+        """Whether any entry has arrived."""
+        self.accumulates = False
+        """Whether any edge leads to a leaf that other groups may lead to as well."""
+        self.reenters = False
+        """Whether one outgoing edge may lead to the node of another.
+
+        Torch's engine stops at the edges that it has to return gradients for, except where such a node
+        leads to another of these edges: it would run that node too early, on a partial sum. For example,
+        ``x = w * w`` is sent away and also added to ``w`` locally: from the sum one reaches ``w``, and
+        ``x``, through which one reaches ``w`` again.
+        """
+        self.ran = False
 
     def is_cut(self, node: Node) -> bool:
         """Whether an edge leads to ``node``: in another group, which waits for more, or a leaf."""
@@ -94,6 +98,16 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<Group of {self.starts} in={list(self.incoming)} out={list(self.outgoing)}>"
+
+
+class _Groups(dict[EntrySet, Group]):
+    """Groups by the entries that reach them; made when asked for."""
+
+    __slots__ = ()
+
+    def __missing__(self, entries: EntrySet) -> Group:
+        group = self[entries] = Group(entries)
+        return group
 
 
 class Plan:
@@ -111,14 +125,15 @@ class Plan:
         self._entries = entries
         self._sets = EntrySets(len(entries))
         self._reached_by = _reaching_entries(graph, entries, self._sets)
-        self._groups: dict[EntrySet, Group] = {}
-        self._starting_in: list[list[Group]] = []  # for each entry, the groups that it starts in
+        self._groups = _Groups()
+        self._starting_in: list[Collection[Group]] = []  # for each entry, the groups that it starts in
         self._build_groups()
-        self.sources: dict[Edge, int] = {}
-        """How many groups lead to an edge, if there are several groups."""
+        self.common: Collection[Edge] = ()
+        """The edges that several groups lead to."""
         if len(self._groups) > 1:
             self._number_sources()
-            self._find_reentries()
+            if any([group.dependents for group in self.groups]):
+                self._find_reentries()
         self._waiting_groups = 0  # groups that have been reached and miss entries
 
     @property
@@ -128,61 +143,56 @@ class Plan:
 
     def _build_groups(self) -> None:
         graph, reached_by, groups = self._graph, self._reached_by, self._groups
-        new_group, starting_in = self._new_group, self._starting_in
+        leaves, sinks = graph.leaves, graph.sinks
         for number, edges in enumerate(self._entries):
             starting: dict[Group, None] = {}
             for edge in edges:
-                entered = reached_by.get(edge[0]) or self._sets.of(number)  # leaves have none
-                group = groups.get(entered) or new_group(entered)
+                node = edge[0]
+                group = groups[reached_by.get(node) or self._sets.of(number)]  # leaves have none
                 group.incoming[edge] = None
-                if edge[0] in graph.sinks or edge[0] in graph.leaves:
+                if node in sinks or node in leaves:
                     group.outgoing[edge] = 0
                 starting[group] = None
-            starting_in.append(list(starting))
+            self._starting_in.append(starting)
             for group in starting:
                 group.starts.append(number)
-                group.pending_starts += 1
+                group.pending += 1
         for node, leaving in graph.following.items():
             entries = reached_by.get(node)
             if not entries:
                 continue
-            group = groups.get(entries) or new_group(entries)
+            group = groups[entries]
+            outgoing = group.outgoing
             for edge in leaving:
                 target = edge[0]
-                onward = reached_by.get(target)
-                if onward == entries and target not in graph.sinks:
-                    continue  # within the group
-                group.outgoing[edge] = 0
-                if onward is None or onward == entries:
-                    continue
-                next_group = groups.get(onward) or new_group(onward)
-                next_group.incoming[edge] = None
-                if next_group not in group.dependents:
-                    group.dependents[next_group] = None
-                    next_group.sources += 1
-                if target in graph.sinks:
-                    next_group.outgoing[edge] = 0
-        for sink in graph.sinks:
+                if target in leaves:
+                    outgoing[edge] = 0
+                elif (onward := reached_by[target]) != entries:
+                    outgoing[edge] = 0
+                    next_group = groups[onward]
+                    next_group.incoming[edge] = None
+                    if next_group not in group.dependents:
+                        group.dependents[next_group] = None
+                        next_group.pending += 1
+                    if target in sinks:
+                        next_group.outgoing[edge] = 0
+                elif target in sinks:
+                    outgoing[edge] = 0  # others lead to nodes of the group
+        for sink in sinks:
             if sink in reached_by:
-                (groups.get(reached_by[sink]) or new_group(reached_by[sink])).sinks.append(sink)
+                groups[reached_by[sink]].sinks.append(sink)
         for group in groups.values():
-            group.pending_groups = group.sources
-            group.unsettled = group.pending_starts + group.sources
+            group.unsettled = group.pending
 
     def _number_sources(self) -> None:
         """Number the groups that lead to the same edge: in this order their gradients are added."""
-        leaves, sources = self._graph.leaves, self.sources
+        counts: defaultdict[Edge, Iterator[int]] = defaultdict(count)
+        is_leaf = self._graph.leaves.__contains__
         for group in self.groups:
-            outgoing = group.outgoing
-            for edge in outgoing:
-                outgoing[edge] = number = sources.get(edge, 0)
-                sources[edge] = number + 1
-                if edge[0] in leaves:
-                    group.accumulates = True
-
-    def _new_group(self, entries: EntrySet) -> Group:
-        group = self._groups[entries] = Group(entries)
-        return group
+            edges = group.outgoing
+            group.accumulates = any(map(is_leaf, map(_node_of, edges)))
+            group.outgoing = dict(zip(edges, map(next, map(counts.__getitem__, edges)), strict=True))
+        self.common = {edge for edge, number in counts.items() if next(number) > 1}
 
     def _find_reentries(self) -> None:
         """Set :attr:`Group.reenters` of all groups.
@@ -243,8 +253,8 @@ class Plan:
         group.ran = True
         ready = []
         for dependent in group.dependents:
-            dependent.pending_groups -= 1
-            if not dependent.pending_groups and not dependent.pending_starts:
+            dependent.pending -= 1
+            if not dependent.pending:
                 ready.append(dependent)
         return ready
 
@@ -275,35 +285,29 @@ class Plan:
 
     def _settle(self, entry: int, arrived: bool) -> list[Group]:
         """Stop waiting for ``entry``. Returns the groups that may run now."""
+        starting = self._starting_in[entry]
         ready = []
-        for group in self._starting_in[entry]:
-            group.pending_starts -= 1
-            if not group.pending_starts and not group.pending_groups:
+        for group in starting:
+            group.pending -= 1
+            if not group.pending:
                 ready.append(group)
-            if arrived:
-                self._mark_reached(group)
-            self._mark_settled(group)
-        return ready
-
-    def _mark_reached(self, group: Group) -> None:
-        """Note that an entry of ``group``, and so of all groups behind it, has arrived."""
-        todo = [group]
-        while todo:
-            group = todo.pop()
-            if not group.reached:
-                group.reached = True
-                self._waiting_groups += group.unsettled > 0
-                todo += group.dependents
-
-    def _mark_settled(self, group: Group) -> None:
-        """Note that ``group`` misses one entry less, and if it was the last, the groups behind it do, too."""
-        todo = [group]
-        while todo:
+        todo = list(starting)
+        while todo:  # these miss one entry less; those behind one for which it was the last do, too
             group = todo.pop()
             group.unsettled -= 1
             if not group.unsettled:
-                self._waiting_groups -= group.reached
+                if group.reached:
+                    self._waiting_groups -= 1
                 todo += group.dependents
+        todo = list(starting) if arrived else []
+        while todo:  # an entry of these, and so of all groups behind them, has arrived
+            group = todo.pop()
+            if not group.reached:
+                group.reached = True
+                if group.unsettled:
+                    self._waiting_groups += 1
+                todo += group.dependents
+        return ready
 
     def waits(self) -> bool:
         """Whether a group that some entry has reached waits for another entry."""
@@ -329,46 +333,53 @@ class Plan:
         return "\n".join(lines)
 
 
+_node_of: Callable[[Edge], Node] = operator.itemgetter(0)
+
+
 def _reaching_entries(
     graph: Graph, entries: Sequence[Sequence[Edge]], sets: EntrySets
 ) -> dict[Node, EntrySet]:
     """Return the set of the entries that reach each node. Leaves have none: they belong to no group."""
     reached_by: dict[Node, EntrySet] = {}
-    leaves, union = graph.leaves, sets.union
+    leaves, union, following = graph.leaves, sets.union, graph.following
     for number, edges in enumerate(entries):
         alone = sets.of(number) if edges else 0
         for node, _ in edges:
             if node not in leaves:
-                reached_by[node] = union(reached_by.get(node, 0), alone)
+                reached_by[node] = union(reached_by[node], alone) if node in reached_by else alone
     for node in _topological_order(graph, entries):
         passed_on = reached_by[node]
-        for target, _ in graph.following.get(node, ()):
-            if target not in leaves:
-                reached_by[target] = union(reached_by.get(target, 0), passed_on)
-    joint = reached_by.keys() & graph.joint_sinks
-    together: EntrySet = 0
-    for sink in joint:
-        together = union(together, reached_by[sink])
-    reached_by.update(dict.fromkeys(joint, together))
+        for target in filterfalse(leaves.__contains__, map(_node_of, following[node])):
+            reached_by[target] = union(reached_by[target], passed_on) if target in reached_by else passed_on
+    if graph.joint_sinks:
+        joint = reached_by.keys() & graph.joint_sinks
+        together: EntrySet = 0
+        for sink in joint:
+            together = union(together, reached_by[sink])
+        reached_by.update(dict.fromkeys(joint, together))
     return reached_by
 
 
 def _topological_order(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[Node]:
-    """Return the nodes, except leaves, that any entry reaches, each before those that follow it."""
-    done: set[Node] = set(graph.leaves)
+    """Return the nodes with edges that any entry reaches, each before those that follow it."""
+    following = graph.following
+    inner = following.keys() - graph.leaves
+    if inner.isdisjoint(map(_node_of, chain.from_iterable(following.values()))):  # often: nothing is shared
+        return list(filter(inner.__contains__, dict.fromkeys(map(_node_of, chain.from_iterable(entries)))))
+    done: set[Node] = set()
     order: list[Node] = []
     for edges in entries:
         for start, _ in edges:
-            if start in done:
+            if start in done or start not in inner:
                 continue
             done.add(start)
-            stack = [(start, iter(graph.following.get(start, ())))]
+            stack = [(start, iter(following[start]))]
             while stack:
                 node, rest = stack[-1]
                 for target, _ in rest:
-                    if target not in done:
+                    if target in inner and target not in done:
                         done.add(target)
-                        stack.append((target, iter(graph.following.get(target, ()))))
+                        stack.append((target, iter(following[target])))
                         break
                 else:
                     order.append(node)
