@@ -8,7 +8,10 @@ edges that leave them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, count
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -50,6 +53,7 @@ class GraphWalk:
         captures: Captures | None = None,
     ) -> None:
         self.mode = mode
+        self._immediate = mode is AccumulateMode.IMMEDIATE
         self._captures = captures
         self._ends: Collection[Any] = () if captures is None else captures.ends
         self.edges: dict[Any, Sequence[Any]] = {}
@@ -69,7 +73,7 @@ class GraphWalk:
         """For each of ``starts``, how many before it are the same edge or leaf."""
         self.starts_at_leaves = False
         """Whether any of ``starts`` is a leaf."""
-        self._same_starts: dict[Any, int] = {}
+        self._same_starts: defaultdict[Any, Iterator[int]] = defaultdict(count)
         self.entries: list[list[Edge]] = []
         """For each entry, the edges among its ``starts``."""
         self._has_hooks = _CachedHooks().__getitem__
@@ -78,51 +82,50 @@ class GraphWalk:
         for number, send in enumerate(sends, 1):
             self._enter(number, send.edges)
 
-    def is_inner(self, node: Any) -> bool:
-        """Whether torch's engine has to run ``node``: it is no leaf, no recv and no other end."""
-        return type(node) is not LEAF_NODE and node not in self.recvs and node not in self._ends
-
     def _enter(self, number: int, places: Iterable[EdgeOrLeaf]) -> None:
         """Add entry ``number``, whose gradients enter at ``places``, and walk on from there."""
-        immediate = self.mode is AccumulateMode.IMMEDIATE
+        immediate, same, ends = self._immediate, self._same_starts, self._ends
         starts: list[EdgeOrLeaf] = []
         numbers: list[int] = []
         entries: list[Edge] = []
         todo: list[Any] = []
         for place in places:
-            if immediate and not isinstance(place, GradientEdge):
-                starts.append(place)
-                continue
-            edge = place if isinstance(place, GradientEdge) else edge_of(place)
-            node: Any = edge[0]
-            if type(node) is LEAF_NODE and not self._must_wait(number, node):
-                starts.append(node.variable)
-                continue
-            starts.append(edge)
-            entries.append((node, edge[1]))
-            if not (type(node) is LEAF_NODE or self._note_recv(number, node) or self._note_end(number, node)):
-                todo.append(node)
-        same = self._same_starts
-        for start in starts:
-            key: Any
-            if isinstance(start, GradientEdge):
-                key = start[:2]
-            else:
-                key, self.starts_at_leaves = id(start), True
-            number = same.get(key, 0)
-            same[key] = number + 1
-            numbers.append(number)
+            edge = place if isinstance(place, GradientEdge) else None if immediate else edge_of(place)
+            if edge is not None:
+                node: Any = edge[0]
+                kind = type(node)
+                if kind is not LEAF_NODE or self._must_wait(number, node):
+                    entry = node, edge[1]
+                    entries.append(entry)
+                    starts.append(edge)
+                    numbers.append(next(same[entry]))
+                    if not (
+                        kind is LEAF_NODE
+                        or (kind is RECV_NODE and self._note_recv(number, node))
+                        or (ends and self._note_end(number, node))
+                    ):
+                        todo.append(node)
+                    continue
+                place = node.variable
+            starts.append(place)
+            numbers.append(next(same[id(place)]))
+            self.starts_at_leaves = True
         self.starts.append(starts)
         self.numbers.append(numbers)
         self.entries.append(entries)
-        self._walk(number, todo)
-
-    def _walk(self, number: int, todo: list[Any]) -> None:
-        known, leaf_node, recv_node = self.edges, LEAF_NODE, RECV_NODE
-        needs = None if self._captures is None else self._captures.needs
-        immediate, ends = self.mode is AccumulateMode.IMMEDIATE, self._ends
         own: dict[Any, Sequence[Any]] = {}
         boundary: dict[Edge, None] = {}
+        if todo:
+            self._walk(number, todo, own, boundary)
+        self.exclusive.append(own)
+        self.boundary.append(boundary)
+
+    def _walk(
+        self, number: int, todo: list[Any], own: dict[Any, Sequence[Any]], boundary: dict[Edge, None]
+    ) -> None:
+        known, leaf_node, recv_node = self.edges, LEAF_NODE, RECV_NODE
+        needs = None if self._captures is None else self._captures.needs
+        immediate, ends = self._immediate, self._ends
         while todo:
             node = todo.pop()
             while node not in own:  # this loop visits the whole graph: each dictionary access counts
@@ -152,19 +155,17 @@ class GraphWalk:
                 if onward is None:
                     break
                 node = onward
-        self.boundary.append(boundary)
-        self.exclusive.append(own)
         known.update(own)
 
     def _note_recv(self, number: int, node: Any) -> bool:
-        """Whether ``node``, which entry ``number`` reaches, is a recv."""
-        if type(node) is not RECV_NODE:
-            return False
-        metadata = self.recvs.get(node) or recv_metadata(node)
-        if metadata is None:
-            return False
-        self.recvs[node] = metadata
-        if self._owner.setdefault(node, number) != number:
+        """Whether ``node``, a ``RECV_NODE`` that entry ``number`` reaches, is a recv of this package."""
+        if node not in self.recvs:
+            metadata = recv_metadata(node)
+            if metadata is None:
+                return False
+            self.recvs[node] = metadata
+            self._owner[node] = number
+        elif self._owner[node] != number:
             self.overlaps[node] = None
         return True
 
@@ -204,22 +205,18 @@ def condense(walk: GraphWalk) -> Graph:
     shared = _shared_nodes(walk) if walk.overlaps else {}
     boundary = _exits(walk, shared) if shared else walk.boundary
     following: dict[Any, Collection[Edge]] = {}
-    for edges, leaving in zip(walk.entries, boundary, strict=True):
+    for edges, own, leaving in zip(walk.entries, walk.exclusive, boundary, strict=True):
         for node, _ in edges:
-            if node not in shared and walk.is_inner(node):
+            if node in own and node not in shared:
                 following[node] = leaving  # one node represents all exclusive nodes of its entry
                 break
     for node in shared:
         following[node] = [edge for edge in walk.edges.get(node, ()) if edge[0] is not None]
     waiting = walk.waiting_leaves
-    leaves: set[Any] = set()
-    for targets in following.values():
-        for node, _ in targets:
-            if type(node) is LEAF_NODE and node not in waiting:
-                leaves.add(node)
+    targets = set(map(itemgetter(0), chain.from_iterable(following.values())))
     return Graph(
         following,
-        leaves,
+        leaves=targets.difference(shared, walk.recvs, waiting),
         sinks={**walk.recvs, **dict.fromkeys(waiting)},
         joint_sinks=waiting if walk.mode is AccumulateMode.JOINT else (),
     )
