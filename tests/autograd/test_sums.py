@@ -41,11 +41,16 @@ def test_gradients_in_order_or_in_reverse_are_added_soon() -> None:
 
 
 def test_the_neighbour_is_what_is_added_next() -> None:
+    tree, other = (0,), (1,)
     total = OrderedSum()
-    assert total.neighbour((0, 3)) is None
+    assert total.take_neighbour((tree, 3)) is None
     assert total.total() is None
-    total.add((0, 2), value((0, 2)))
-    neighbour = total.neighbour((0, 3))
+    total.add((tree, 2), torch.tensor([2.0]))
+    assert total.take_neighbour((other, 3)) is None
+    neighbour = total.take_neighbour((tree, 3))
     assert neighbour is not None
-    assert neighbour.equal(value((0, 2)))
-    assert total.neighbour((1, 3)) is None
+    assert neighbour.tolist() == [2]
+    total.join((tree, 3), neighbour, torch.tensor([3.0]))
+    result = total.total()
+    assert result is not None
+    assert result.tolist() == [5]

@@ -34,6 +34,10 @@ MAX_ENDED_PASSES = 16
 """After this many passes in one context, its workers are notified to forget all but the last."""
 
 
+Part = tuple[torch.Tensor, torch.Tensor, bool, Place]
+"""A leaf, a gradient to add, whether anything else holds that, and its place among those of the pass."""
+
+
 class Context:
     """One context on one worker."""
 
@@ -268,64 +272,46 @@ class Context:
             total = self._unshared(gradient, shared) if present is None else added(present[1], gradient)
             return self._store(leaf, total)
 
-    def accumulate_part(
-        self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool, of: int, place: Place
-    ) -> None:
-        """As :meth:`accumulate`, where a pass produces several gradients of ``leaf``, in any order.
-
-        Args:
-            leaf: the leaf.
-            gradient: what to add.
-            shared: whether anything else holds ``gradient``.
-            of: the id of the pass.
-            place: of this gradient among those of the pass.
-        """
-        if not leaf.requires_grad:
-            return
+    def accumulate_parts(self, parts: Iterable[Part], of: int) -> None:
+        """As :meth:`accumulate`, where the pass ``of`` produces several gradients of a leaf, in any order."""
         with self._lock:
-            found = self._open_sums.get(id(leaf))
-            if found is None or found[1] != of:
-                if found is not None:
-                    self._close_sums((id(leaf),))
-                found = self._open_sums[id(leaf)] = leaf, of, OrderedSum()
-            self._add_part(found[2], place, gradient, shared)
+            for leaf, gradient, shared, place in parts:
+                if not leaf.requires_grad:
+                    continue
+                found = self._open_sums.get(id(leaf))
+                if found is None or found[1] != of:
+                    if found is not None:
+                        self._close_sums((id(leaf),))
+                    found = self._open_sums[id(leaf)] = leaf, of, OrderedSum()
+                self._add_part(found[2], place, gradient, shared)
 
-    def accumulate_of_call(
-        self,
-        leaf: torch.Tensor,
-        gradient: torch.Tensor,
-        shared: bool,
-        inner_pass: int,
-        origin: Sequence[int],
-        place: Place,
-    ) -> None:
-        """As :meth:`accumulate_part`, in an inner pass: its calls are added in a fixed order, too.
+    def accumulate_of_call(self, parts: Iterable[Part], inner_pass: int, origin: Sequence[int]) -> None:
+        """As :meth:`accumulate_parts`, in an inner pass: its calls are added in a fixed order, too.
 
         Args:
-            leaf: the leaf.
-            gradient: what to add.
-            shared: whether anything else holds ``gradient``.
+            parts: what to add.
             inner_pass: the id of the pass.
             origin: what it is a part of (see ``PassOptions``).
-            place: of this gradient among those of the inner pass.
         """
-        if not leaf.requires_grad:
-            return
+        of, *way, number = origin
         with self._lock:
-            of, *way, number = origin
-            _, total = self._sums_of_calls.get(id(leaf), (leaf, None))
-            if total is None or total.of != of:
-                total = SumOfCalls(of, None if total is None else total.total())
-                self._sums_of_calls[id(leaf)] = leaf, total
-            self._add_part(total.of_call(inner_pass, (tuple(way), number)), place, gradient, shared)
+            for leaf, gradient, shared, place in parts:
+                if not leaf.requires_grad:
+                    continue
+                _, total = self._sums_of_calls.get(id(leaf), (leaf, None))
+                if total is None or total.of != of:
+                    total = SumOfCalls(of, None if total is None else total.total())
+                    self._sums_of_calls[id(leaf)] = leaf, total
+                self._add_part(total.of_call(inner_pass, (tuple(way), number)), place, gradient, shared)
 
     def _add_part(self, total: OrderedSum, place: Place, gradient: torch.Tensor, shared: bool) -> None:
-        neighbour = total.neighbour(place) if total else None
+        neighbour = total.take_neighbour(place) if total else None
         if neighbour is None:
-            gradient = self._unshared(gradient, shared)
-        elif neighbour.layout is torch.strided:
+            total.keep(place, self._unshared(gradient, shared))
+            return
+        if neighbour.layout is torch.strided:
             self._storages.discard(neighbour.untyped_storage().data_ptr())
-        total.add(place, gradient)
+        total.join(place, neighbour, gradient)
 
     def _close_sums(self, leaves: Iterable[int], *, of_calls: bool = False) -> None:
         """Add the open sums of ``leaves``, given by ids, to their gradients. The caller holds the lock."""

@@ -13,13 +13,15 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from msgspec.structs import replace
 from torch.autograd.graph import GradientEdge
 
-from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.context import Context, Part
 from zmqgrad.autograd.engine.differentiation import Differentiation
 from zmqgrad.autograd.engine.graph_task import PassTask
 from zmqgrad.autograd.engine.termination import ROOTS
@@ -62,6 +64,8 @@ from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import GroupReport, PassOptions, ReachabilityReport, StallReport
+
+_autograd_id: Callable[[Send], int] = attrgetter("autograd_id")
 
 
 class GradientSink(Protocol):
@@ -135,10 +139,6 @@ class LocalPass:
         if context.keeps_graphs:
             options = replace(options, retain_graph=True)
         self.options = options
-        self.captures: Captures | None = None
-        if not options.accumulate:
-            self.captures = inputs if isinstance(inputs, Captures) else Captures(inputs)
-        """What the pass returns."""
         if options.create_graph:
             context.has_history = True
         self.queue = WorkQueue()
@@ -146,12 +146,13 @@ class LocalPass:
         """Whether the pass has failed or ended: no further group runs, and what one computes is dropped."""
         self._worker = worker
         self._sends = context.sends() if sends is None else sends
-        if self.captures is not None:
+        self.captures: Captures | None = None
+        """What the pass returns."""
+        if not options.accumulate:
+            self.captures = inputs if isinstance(inputs, Captures) else Captures(inputs)
             repeats = context.computes_again
             self._sends = self.captures.find_ways(roots, self._sends, context.id, repeats)
-        self._entry_of = {ROOTS: 0}  # by autograd id
-        for send in self._sends:
-            self._entry_of[send.autograd_id] = len(self._entry_of)
+        self._entry_of = dict(zip((ROOTS, *map(_autograd_id, self._sends)), count(), strict=False))
         self._hooks = hooks_registered()
         self._lock = threading.Lock()  # guards the plan with its gradients, and the three below
         self._version = 0
@@ -166,8 +167,10 @@ class LocalPass:
         finally:
             if collects:
                 gc.enable()
+        self._replicas_due: list[Any] = []
         if mode is AccumulateMode.JOINT:
             check_not_sharded(walk.waiting_leaves)
+            self._replicas_due = find_replicas(walk.edges)
         self._starts, self._numbers = walk.starts, walk.numbers
         if checks_versions and context.is_behind():
             self._check_versions(walk)
@@ -182,7 +185,6 @@ class LocalPass:
                 for node, recv in walk.recvs.items()
                 if node not in captures.ends and captures.leads_on(recv)
             }
-        self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
 
     def _check_versions(self, walk: GraphWalk) -> None:
         """Check that no checkpoint of torch would compute again with other values than it had.
@@ -307,11 +309,11 @@ class LocalPass:
 
     def _enter(self, arrivals: Sequence[Arrival], sink: GradientSink) -> None:
         ready: list[Group] = []
+        at_leaves: list[Part] = []
         with self._lock:
             for autograd_id, gradients in arrivals:
                 entry = self._entry_of[autograd_id]
-                numbers = self._numbers[entry]
-                starts = zip(self._starts[entry], numbers, gradients, strict=True)
+                starts = zip(self._starts[entry], self._numbers[entry], gradients, strict=True)
                 for index, (start, number, gradient) in enumerate(starts):
                     if gradient is None:
                         self._task.note_absent(entry, index)
@@ -321,10 +323,13 @@ class LocalPass:
                     if isinstance(start, GradientEdge):
                         self._add((start[0], start[1]), gradient, (OF_ENTRIES, number))
                     elif gradient is not UNDEFINED and self.captures is None:
-                        self._accumulate_part(start, gradient, False, (OF_ENTRIES, number))
+                        at_leaves.append((start, gradient, False, (OF_ENTRIES, number)))
                 ready += self._plan.arrive(entry)
             self._version += 1
-        self._run_ready(ready, sink)
+            if at_leaves:
+                self._accumulate_parts(at_leaves)
+        if ready:
+            self._run_ready(ready, sink)
 
     def _fit(self, entry: int, gradient: torch.Tensor, start: EdgeOrLeaf) -> torch.Tensor:
         """Return a gradient in the form that its tensor requires.
@@ -385,10 +390,10 @@ class LocalPass:
         with as_graph_task(self._task):
             while ready and not self.abandoned:
                 sink.flush_if_late()
-                batch: list[Group] = []
-                later: list[Group] = []
-                for group in ready:
-                    (later if group.dependents or group.accumulates else batch).append(group)
+                batch, later = ready, []
+                if len(ready) > 1:
+                    batch = [group for group in ready if not (group.dependents or group.accumulates)]
+                    later = [group for group in ready if group.dependents or group.accumulates]
                 if not batch:
                     batch.append(later.pop(0))
                 self._run(batch, sink)
@@ -398,14 +403,14 @@ class LocalPass:
                         ready += self._plan.finished(group)
 
     def _run(self, groups: Sequence[Group], sink: GradientSink) -> None:
-        plan, recvs = self._plan, self._recvs
+        recvs, leaves, captures = self._recvs, self._plan.leaves, self.captures
         gradients: dict[Edge, torch.Tensor] = {}
         at_recv: dict[Any, list[Gradient]] = {}
         waiting: set[Any] = set()
         live: list[Group] = []
         for group in groups:
-            if plan.is_dead(group):
-                continue
+            if not group.reached:
+                continue  # every entry was dropped
             live.append(group)
             for edge, total in group.gradients.items():
                 found = total.total()
@@ -416,49 +421,56 @@ class LocalPass:
                     at_recv[node] = [None] * recvs[node].outputs
                 else:
                     waiting.add(node)
+        at_leaves: list[tuple[Edge, torch.Tensor, bool]] = []
         complete: list[tuple[Any, torch.Tensor, bool]] = []
         results = self._differentiation.run(live, gradients) if gradients else ()
         if self.abandoned:
             return
         for edge, gradient, also_held in results:
-            node = edge[0]
             if gradient is None:
                 continue
-            if self.captures is not None and gradient is not UNDEFINED and node in plan.sinks:
-                self.captures.note(edge, gradient)
+            node = edge[0]
+            if node in leaves:
+                if gradient is not UNDEFINED:
+                    at_leaves.append((edge, gradient, also_held))
+                continue
+            if captures is not None and gradient is not UNDEFINED and node in self._plan.sinks:
+                captures.note(edge, gradient)
             if node in at_recv:
                 at_recv[node][edge[1]] = gradient
             elif node in waiting:
                 complete.append((node, gradient, also_held))
-            elif type(node) is LEAF_NODE and node not in plan.sinks:
-                if gradient is not UNDEFINED:
-                    self._accumulate_from(live[0], edge, gradient, also_held)
             else:
                 with self._lock:
                     self._add(edge, gradient, (OF_GROUPS, live[0].outgoing[edge]))
-        if complete and self.captures is None:
+        if at_leaves:
+            self._accumulate_from(live[0], at_leaves)
+        if complete and captures is None:
             self._accumulate_all(complete)
-        for node, found in at_recv.items():
-            sink.send_gradients(recvs[node], self._hooked(node, found) if self._hooks else found)
+        for node, at_outputs in at_recv.items():
+            sink.send_gradients(recvs[node], self._hooked(node, at_outputs) if self._hooks else at_outputs)
 
-    def _accumulate_from(self, group: Group, edge: Edge, gradient: torch.Tensor, also_held: bool) -> None:
-        """Add a gradient of ``group`` to a leaf, which other groups may lead to as well."""
-        leaf = edge[0].variable
-        if self.options.origin or self._adds_in_order or edge in self._plan.common:
-            self._accumulate_part(leaf, gradient, also_held, (OF_GROUPS, group.outgoing[edge]))
-        elif post_accumulate_hooks(leaf):  # registered since the pass began, or the leaf would wait
-            self._accumulate(edge[0], gradient, also_held)
-        else:
-            self.context.accumulate(leaf, gradient, also_held)
+    def _accumulate_from(self, group: Group, gradients: Sequence[tuple[Edge, torch.Tensor, bool]]) -> None:
+        """Add gradients of ``group`` to leaves, which other groups may lead to as well."""
+        in_order, common = self.options.origin or self._adds_in_order, self._plan.common
+        parts: list[Part] = []
+        for edge, gradient, also_held in gradients:
+            leaf = edge[0].variable
+            if in_order or edge in common:
+                parts.append((leaf, gradient, also_held, (OF_GROUPS, group.outgoing[edge])))
+            elif post_accumulate_hooks(leaf):  # registered since the pass began, or the leaf would wait
+                self._accumulate(edge[0], gradient, also_held)
+            else:
+                self.context.accumulate(leaf, gradient, also_held)
+        if parts:
+            self._accumulate_parts(parts)
 
-    def _accumulate_part(
-        self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool, place: Place
-    ) -> None:
-        """Add a gradient to a leaf, where ``place`` says in which order."""
+    def _accumulate_parts(self, parts: Sequence[Part]) -> None:
+        """Add gradients to leaves, each at its place in the order."""
         if origin := self.options.origin:
-            self.context.accumulate_of_call(leaf, gradient, shared, self._id, origin, place)
+            self.context.accumulate_of_call(parts, self._id, origin)
         else:
-            self.context.accumulate_part(leaf, gradient, shared, self._id, place)
+            self.context.accumulate_parts(parts, self._id)
 
     def _accumulate_all(self, complete: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
         """Accumulate the complete gradients of leaves that waited for them, and run the hooks of their nodes.

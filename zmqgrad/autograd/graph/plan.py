@@ -120,7 +120,7 @@ class Plan:
     def __init__(self, graph: Graph, entries: Sequence[Sequence[Edge]]) -> None:
         self.arrived: set[int] = set()
         self.dropped: set[int] = set()
-        self.sinks = graph.sinks
+        self.leaves, self.sinks = graph.leaves, graph.sinks
         self._graph = graph
         self._entries = entries
         self._sets = EntrySets(len(entries))
@@ -312,10 +312,6 @@ class Plan:
     def waits(self) -> bool:
         """Whether a group that some entry has reached waits for another entry."""
         return self._waiting_groups > 0
-
-    def is_dead(self, group: Group) -> bool:
-        """Whether every entry of ``group``, which may run, has been dropped."""
-        return not group.reached
 
     def describe(self, name: Callable[[int], str] = str) -> str:
         """Return the state of all entries and groups as text; ``name`` names an entry."""

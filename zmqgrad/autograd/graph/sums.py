@@ -37,37 +37,53 @@ def _added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 class OrderedSum(dict[tuple[tuple[int, ...], int, int], torch.Tensor]):
     """The sum of gradients, each added once with a place of its own. Not thread-safe.
 
-    Holds complete subtrees by tree, first leaf and height; neither half of a complete subtree is kept.
+    Holds complete subtrees by tree, height and number among those of that height; neither half of a complete
+    subtree is kept.
     """
 
     __slots__ = ()
 
     def add(self, place: Place, gradient: torch.Tensor) -> None:
         """Add ``gradient``, which nothing else may change as long as it is held."""
-        tree, first = place
-        if not self:  # often the only one
-            self[tree, first, 0] = gradient
-            return
-        height = 0
-        while (sibling := self.pop((tree, first ^ 1 << height, height), None)) is not None:
-            is_right = first >> height & 1
-            gradient = added(sibling, gradient) if is_right else added(gradient, sibling)
-            first &= ~(1 << height)
-            height += 1
-        self[tree, first, height] = gradient
+        neighbour = self.take_neighbour(place) if self else None
+        if neighbour is None:
+            self.keep(place, gradient)
+        else:
+            self.join(place, neighbour, gradient)
 
-    def neighbour(self, place: Place) -> torch.Tensor | None:
-        """Return the gradient that one at ``place`` is added to at once, if it has arrived."""
-        return self.get((place[0], place[1] ^ 1, 0))
+    def take_neighbour(self, place: Place) -> torch.Tensor | None:
+        """Remove and return the gradient that one at ``place`` is to be added to at once, if it is here."""
+        return self.pop((place[0], 0, place[1] ^ 1), None)
+
+    def keep(self, place: Place, gradient: torch.Tensor) -> None:
+        """Add a gradient whose neighbour is not here."""
+        self[place[0], 0, place[1]] = gradient
+
+    def join(self, place: Place, neighbour: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add a gradient and its neighbour, which was taken."""
+        (tree, number), height = place, 0
+        sibling: torch.Tensor | None = neighbour
+        while sibling is not None:
+            gradient = added(sibling, gradient) if number & 1 else added(gradient, sibling)
+            number >>= 1
+            height += 1
+            sibling = self.pop((tree, height, number ^ 1), None)
+        self[tree, height, number] = gradient
 
     def total(self) -> torch.Tensor | None:
         """Return the sum so far; None if nothing was added."""
         if len(self) == 1:
             return next(iter(self.values()))
         total: torch.Tensor | None = None
-        for key in sorted(self):
+        for key in sorted(self, key=_first):
             total = self[key] if total is None else added(total, self[key])
         return total
+
+
+def _first(key: tuple[tuple[int, ...], int, int]) -> tuple[tuple[int, ...], int]:
+    """Return the tree of a subtree, and its first leaf."""
+    tree, height, number = key
+    return tree, number << height
 
 
 class SumOfCalls:
