@@ -110,9 +110,9 @@ MUTANTS = {
     ),
     "pass-overtaken": Mutant(  # a report that has overtaken another is forgotten
         "autograd/engine/termination.py",
-        "                    if self._outstanding.pop(request, None) is None:\n"
-        "                        self._reported_early.add(request)\n",
-        "                    self._outstanding.pop(request, None)\n",
+        "                    if outstanding.pop(request, None) is None:\n"
+        "                        reported_early.add(request)\n",
+        "                    outstanding.pop(request, None)\n",
         "none",
         6,
     ),

@@ -39,6 +39,14 @@ def test_the_engine_is_called_directly() -> None:
     assert internals._run_backward is not None
 
 
+def test_the_grad_mode_can_be_set() -> None:
+    """torch._C._set_grad_enabled."""
+    assert torch.is_grad_enabled()
+    for mode in (False, False, True):
+        internals.set_grad_mode(mode)
+        assert torch.is_grad_enabled() == mode
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_the_engine_computes_what_torch_does(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The arguments of run_backward, and the public functions that replace it."""

@@ -44,6 +44,10 @@ _silently: Callable[..., Any] = types.FunctionType(
 So no other thread is affected, which a change of the filters of warnings or of anomaly mode would be."""
 
 
+set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+"""As ``torch.set_grad_enabled``, an object that takes three calls of Python code."""
+
+
 def run_engine(
     gradients: Mapping[Edge, torch.Tensor],
     ends: Iterable[Edge],

@@ -207,8 +207,7 @@ class Participant:
         """
         message = inbound.message
         assert isinstance(message, BackwardAutogradReq)
-        inbox = self._inboxes.get(message.pass_id)
-        if inbox is None:
+        if not self._inboxes or (inbox := self._inboxes.get(message.pass_id)) is None:
             self.receive(inbound)
         else:
             inbox.put(inbound)
@@ -424,16 +423,18 @@ class Participant:
         self._count(inbound.envelope.message_id, message.handled)
 
     def _count(self, pass_id: int, handled: ProgressReport) -> None:
-        detector = self._detectors.get(pass_id)
-        if detector is not None:
-            error = None if handled.error is None else rebuild_failure(handled.error)
-            if handled.lost and error is not None:
+        detector, error = self._detectors.get(pass_id), None
+        if detector is None:
+            return
+        if handled.error is not None:
+            error = rebuild_failure(handled.error)
+            if handled.lost:
                 detector.lose_requests(handled.lost, error)
                 return
-            detector.handled(handled.requests, handled.sent, handled.waiting, error)
-            for worker, _ in handled.sent:
-                if worker not in self._monitored:
-                    self._monitor(worker, detector)
+        detector.handled(handled.requests, handled.sent, handled.waiting, error)
+        for worker, _ in handled.sent:
+            if worker not in self._monitored:
+                self._monitor(worker, detector)
 
     def _monitor(self, worker: int, detector: TerminationDetector) -> None:
         """Make sure that the loss of ``worker``, which others sent a request to, is noticed here."""

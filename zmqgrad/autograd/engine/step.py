@@ -14,7 +14,7 @@ coordinator carries the report.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +23,11 @@ from zmqgrad.autograd.context import ActiveContext, pass_context
 from zmqgrad.autograd.engine.batch import Batch
 from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.engine.termination import ROOTS
+from zmqgrad.autograd.engine.work_queue import Arrival
 from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.autograd.profiling import RECV_NAME, profiled
 from zmqgrad.autograd.send_recv import RecvMetadata
+from zmqgrad.autograd.torch_internals import set_grad_mode
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.runtime.clock import monotonic_ns, thread_time
@@ -43,22 +45,7 @@ SHORT_RUN_SECONDS = FLUSH_SECONDS / 4
 """If a run of entries took less, the next one has twice as many; else it has one."""
 
 
-class _Effort:
-    """The time that the calling thread works, from now on.
-
-    The wait for a core does not count: messages would make it longer, as their receivers need cores, too. If
-    waiting takes most of the time, it is for something else, such as a device, and counts in part.
-    """
-
-    __slots__ = ("_began", "_now", "_used")
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._began, self._used = now(), thread_time()
-
-    def seconds(self) -> float:
-        """Return the seconds so far."""
-        return max(thread_time() - self._used, (self._now() - self._began) / 4)
+_autograd_id: Callable[[Arrival], int] = itemgetter(0)
 
 
 class BackwardStep:
@@ -92,7 +79,7 @@ class BackwardStep:
         self._batches: dict[tuple[int, bool], Batch] = {}
         self._sent: list[tuple[int, tuple[int, ...]]] = []
         self._missing: list[tuple[int, list[int]]] | None = None  # what a trace tells of sends
-        self._effort = _Effort(participant.now)
+        self._began, self._used = participant.now(), thread_time()
 
     def carry_out(self, action: Callable[[], object]) -> None:
         """Call ``action``, send the gradients that it produces, and report.
@@ -115,30 +102,28 @@ class BackwardStep:
                 tracer.group_executed(began, context_id, self._pass_id, sends, recvs, self._missing)
 
     def _carry_out(self, action: Callable[[], object]) -> None:
-        token = pass_context.set(self._pass.context)
-        try:
-            self._carry_out_in_context(action)
-        finally:
-            pass_context.reset(token)
-
-    def _carry_out_in_context(self, action: Callable[[], object]) -> None:
-        error: Exception | None = None
-        create_graph = self._pass.options.create_graph
+        error: BaseException | None = None
+        context, create_graph = self._pass.context, self._pass.options.create_graph
         # Calls of hooks and backward functions belong to the graph of the pass as well, on every worker.
-        recording = ActiveContext(self._pass.context) if create_graph else nullcontext()
+        recording = ActiveContext(context) if create_graph else None
+        computing, grad_mode = pass_context.set(context), torch.is_grad_enabled()
         try:
-            with torch.set_grad_enabled(create_graph), recording:  # the mode in which the engine runs hooks
-                finished = action() is False or self._pass.abandoned or self._send_all()
-            if finished:
+            set_grad_mode(create_graph)  # in which the engine runs hooks
+            if recording is not None:
+                recording.__enter__()
+            if action() is False or self._pass.abandoned or self._send_all():
                 return
-        except Exception as e:
+        except BaseException as e:
             error = e
             self._pass.abandon()
-        except BaseException as e:  # a hook that calls sys.exit() must not leave the coordinator waiting
-            self._pass.abandon()
-            self._participant.report(self._root, self._pass_id, self._report(e), self._channel)
-            raise
+        finally:
+            if recording is not None:
+                recording.__exit__()
+            set_grad_mode(grad_mode)
+            pass_context.reset(computing)
         self._participant.report(self._root, self._pass_id, self._report(error), self._channel)
+        if error is not None and not isinstance(error, Exception):
+            raise error  # a hook that calls sys.exit() has not left the coordinator waiting
 
     def run(self) -> bool:
         """Handle what the queue of the pass holds, until it is empty or the gradients have to be sent.
@@ -151,17 +136,25 @@ class BackwardStep:
         while arrivals := queue.take(count):
             if queue.needs_help():
                 self._participant.request_help(self._pass, self._pass_id, self._root, self._channel)
-            for send, gradients in arrivals:
-                self._handled.append(send)
-                if self._missing is not None and any([gradient is None for gradient in gradients]):
-                    self._missing.append((send, [int(gradient is None) for gradient in gradients]))
+            self._handled += map(_autograd_id, arrivals)
+            if self._missing is not None:
+                missing = [(send, [int(gradient is None) for gradient in found]) for send, found in arrivals]
+                self._missing += [each for each in missing if any(each[1])]
             self._pass.arrive(arrivals, self)
-            before, spent = spent, self._effort.seconds()
+            before, spent = spent, self._effort()
             self._participant.note_effort((spent - before) / len(arrivals))
             if spent > FLUSH_SECONDS:
                 break
             count = 2 * count if spent - before < SHORT_RUN_SECONDS else 1
         return bool(self._handled)
+
+    def _effort(self) -> float:
+        """Return the seconds that the calling thread has worked in this step.
+
+        The wait for a core does not count: messages would make it longer, as their receivers need cores, too.
+        If waiting takes most of the time, it is for something else, such as a device, and counts in part.
+        """
+        return max(thread_time() - self._used, (self._participant.now() - self._began) / 4)
 
     def _send_all(self) -> bool:
         """Send all batches. Returns whether the one for the coordinator's worker has carried the report."""
@@ -211,7 +204,7 @@ class BackwardStep:
 
     def flush_if_late(self) -> None:
         """Send the batches if ``FLUSH_SECONDS`` of work have passed."""
-        if self._batches and self._effort.seconds() > FLUSH_SECONDS:
+        if self._batches and self._effort() > FLUSH_SECONDS:
             self._flush()
 
     def _flush(self) -> None:

@@ -68,32 +68,34 @@ class TerminationDetector:
             waiting: whether groups on the reporting worker wait.
             error: what went wrong; the pass ends with the first error, whatever is outstanding.
         """
+        outstanding, reported_early, reporter = self._outstanding, self._reported_early, waiting.worker
         with self._lock:
-            before = len(self._handled)
+            is_new = False
             for request in requests:
                 if request not in self._handled:
+                    is_new = True
                     self._handled.add(request)
-                    if self._outstanding.pop(request, None) is None:
-                        self._reported_early.add(request)
-            if len(self._handled) == before:
+                    if outstanding.pop(request, None) is None:
+                        reported_early.add(request)
+            if not is_new:
                 return  # a repetition
             self.steps += 1
             if waiting.has_callbacks:  # whatever older reports say that arrive later
-                self._with_callbacks.add(waiting.worker)
+                self._with_callbacks.add(reporter)
             self._error = self._error or error
-            known = self._reports.get(waiting.worker)
+            known = self._reports.get(reporter)
             if known is None or known.step <= waiting.step:
-                self._reports[waiting.worker] = waiting
-            for worker, others in sent:
+                self._reports[reporter] = waiting
+            for receiver, others in sent:
                 for request in others:
-                    if request in self._reported_early:
-                        self._reported_early.discard(request)
+                    if request in reported_early:
+                        reported_early.discard(request)
                     else:
-                        self._outstanding[request] = worker, waiting.worker
+                        outstanding[request] = receiver, reporter
             if self._lost or self._lost_requests:
                 self._fail_if_lost()
             failed = self._error is not None
-            done = failed or not (self._outstanding or self._reported_early)
+            done = failed or not (outstanding or reported_early)
         if done:
             self._finish(failed)
 

@@ -89,9 +89,11 @@ class WorkQueue:
 
     def take(self, count: int) -> list[Arrival]:
         """Remove up to ``count`` arrivals; the thread's current streams wait for their copies to devices."""
+        waiting = self._waiting
+        taken: list[Arrival] = []
+        if not waiting:
+            return taken  # what is added from now on is found by finish()
         with self._lock:
-            waiting = self._waiting
-            taken: list[Arrival] = []
             while waiting and len(taken) < count:
                 taken.append(waiting.popleft())
             if not self._on_devices:
