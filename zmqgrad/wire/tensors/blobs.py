@@ -55,7 +55,11 @@ class Blobs:
     def add(self, owner: torch.Tensor, address: int, size: int) -> int:
         """Add ``size`` bytes at ``address``, of the memory of ``owner``. Returns the index of the blob."""
         if size <= MAX_INLINE_BYTES:
-            return self.add_bytes(_string_at(address, size) if size else b"")
+            data = _string_at(address, size) if size else b""
+            if size > self._inline:
+                return self.add_bytes(data)
+            self.blobs.append(Blob(BlobLocation.INLINE, size, data))
+            return len(self.blobs) - 1
         self.blobs.append(Blob(BlobLocation.FRAME, size, b"", len(self.frames)))
         self.frames.append(window(owner, address, size))
         return len(self.blobs) - 1

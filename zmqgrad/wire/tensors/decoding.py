@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -50,30 +51,23 @@ def decode_tensors(
 def _decode_all(encoded: Tensors, frames: Sequence[Buffer], differentiable: bool) -> list[torch.Tensor]:
     if encoded.batches:
         return _decode_with_batches(encoded, frames, differentiable)
-    blobs = encoded.blobs
-    if len(encoded.tensors) == 1:
-        d = encoded.tensors[0]
-        if d.layout is Layout.STRIDED and d.device == "cpu":
-            t = _decode_flat(d, blobs, frames)
-            if t is None:
-                t = _decode_alone(d, blobs, frames)
-            return [t.requires_grad_() if d.requires_grad and differentiable else t]
-    users: dict[int, int] = {}
-    for d in encoded.tensors:
-        if d.layout is Layout.STRIDED and d.device == "cpu":
-            users[d.blob] = users.get(d.blob, 0) + 1
+    descriptors, blobs = encoded.tensors, encoded.blobs
+    if len(descriptors) == 1:
+        d = descriptors[0]
+        flat = _decode_flat(d, blobs, frames)
+        if flat is not None:
+            return [flat.requires_grad_() if differentiable and d.requires_grad else flat]
+    users: Counter[int] | None = None  # how many tensors are views of a blob, if any two may be
+    if len({d.blob for d in descriptors}) < len(descriptors):
+        users = Counter([d.blob for d in descriptors if d.layout is Layout.STRIDED and d.device == "cpu"])
     bases: dict[int, torch.Tensor] = {}
     out = []
-    for d in encoded.tensors:
-        if d.layout is Layout.STRIDED and d.device == "cpu" and users[d.blob] == 1:
-            t = _decode_flat(d, blobs, frames)
-            if t is None:
-                t = _decode_alone(d, blobs, frames)
-        else:
-            t = _decode_other(d, blobs, frames, bases)
-            if d.requires_grad and users.get(d.blob, 0) > 1:  # a checkpointed call has sent it as a constant
-                t = t.clone()  # it gets a history of its own (see Sharing)
-        out.append(t.requires_grad_() if d.requires_grad and differentiable else t)
+    for d in descriptors:
+        shares = users is not None and users[d.blob] > 1
+        t = None if shares else _decode_flat(d, blobs, frames)
+        if t is None:
+            t = _decode_other(d, blobs, frames, bases, shares)
+        out.append(t.requires_grad_() if differentiable and d.requires_grad else t)
     return out
 
 
@@ -159,13 +153,13 @@ def _needed(d: TensorDescriptor, itemsize: int) -> int:
 
 
 def _decode_flat(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor | None:
-    """Decode a contiguous tensor that fits its blob; None for other tensors and malformed ones.
+    """Decode a contiguous tensor in host memory that fits its blob; None for others and malformed ones.
 
     Does the same as :func:`_decode_alone`, faster: a message may have hundreds of such tensors.
     """
     dtype = DTYPES.get(d.dtype)
-    if dtype is None or d.strides or d.offset or d.blob >= len(blobs):
-        return None
+    if dtype is None or d.layout or d.strides or d.offset or d.device != "cpu" or d.blob >= len(blobs):
+        return None  # the layout STRIDED is 0
     blob, shape = blobs[d.blob], d.shape
     count = math.prod(shape)
     if blob.location is BlobLocation.INLINE:
@@ -206,15 +200,22 @@ def _decode_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[B
 
 
 def _decode_other(
-    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer], bases: dict[int, torch.Tensor]
+    d: TensorDescriptor,
+    blobs: Sequence[Blob],
+    frames: Sequence[Buffer],
+    bases: dict[int, torch.Tensor],
+    shares: bool,
 ) -> torch.Tensor:
+    """Decode any tensor. ``shares``: it is a view of a blob, as others are, for which there is one base."""
+    if d.layout is Layout.STRIDED and d.device == "cpu" and not shares:
+        return _decode_alone(d, blobs, frames)
     if d.device == "meta":
         return torch.empty_strided(d.shape, d.strides, dtype=_dtype(d), device="meta")
     if d.device != "cpu":
         here = msgspec.structs.replace(d, device="cpu")
         if d.layout is Layout.STRIDED:
             return copy_to_device(_decode_alone(here, blobs, frames), d.device)
-        return copy_to_device(_decode_other(here, blobs, frames, bases), d.device)
+        return copy_to_device(_decode_other(here, blobs, frames, bases, shares), d.device)
     if d.layout is Layout.COO:
         return _decode_coo(d, blobs, frames)
     blob = _blob_of(d, blobs)
@@ -232,9 +233,12 @@ def _decode_other(
         )
         bases[d.blob] = base
     strides = d.strides or torch.empty(d.shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype).set_(
+    t = torch.empty(0, dtype=dtype).set_(
         base.untyped_storage(), d.offset // dtype.itemsize, torch.Size(d.shape), tuple(strides)
     )
+    # If it requires grad, a checkpointed call has sent it as a constant: it gets a history of its own, so it
+    # must not share (see Sharing).
+    return t.clone() if d.requires_grad else t
 
 
 def _decode_opaque(d: TensorDescriptor, data: Buffer) -> torch.Tensor:

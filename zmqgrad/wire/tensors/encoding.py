@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import itemgetter
 
 import msgspec
 import torch
@@ -15,7 +17,7 @@ from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
 from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES, Blobs, blob_of
 from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
 from zmqgrad.wire.tensors.dtypes import NAMES
-from zmqgrad.wire.tensors.memory import check_parts, extent, holds, materialized
+from zmqgrad.wire.tensors.memory import check_parts, extent, materialized
 from zmqgrad.wire.tensors.modes import modes_disabled
 from zmqgrad.wire.tensors.sharing import Sharing
 from zmqgrad.wire.tensors.torch_internals import dispatch_modes, function_modes, in_dual_level, is_dual
@@ -85,36 +87,34 @@ def _all_on_host(tensors: Sequence[torch.Tensor], devices: Devices) -> bool:
 
 def _encode_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: bool = False) -> Tensors:
     """``separate``: a descriptor for each tensor, as each may have another target device."""
-    if len(tensors) == 1 and _plain(t := tensors[0]):
-        size = t.nbytes
-        blob = blob_of(t, t.data_ptr(), size, frames)
+    if len(tensors) == 1 and (place := _place(t := tensors[0])) is not None:
+        address, size = place
+        blob = blob_of(t, address, size, frames)
         return Tensors(
             (TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, 0, t.requires_grad),), (blob,)
         )
     places = _places(tensors)
     if places is not None:
-        out = Blobs(frames, sum([size for _, size in places]) > MAX_INLINE_BYTES)
+        out = Blobs(frames, sum(map(_size_of, places)) > MAX_INLINE_BYTES)
         if separate or len(tensors) < MIN_TENSORS:
-            return out.finish([_encode_plain(t, out) for t in tensors])
+            return out.finish(list(map(_encode_plain, tensors, places, repeat(out))))
         batches, others = make_batches(tensors, places, out)
-        return out.finish([_encode_plain(tensors[n], out) for n in others], batches)
+        return out.finish([_encode_plain(tensors[n], places[n], out) for n in others], batches)
     shared = Sharing(tensors)
     out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MAX_INLINE_BYTES)
     return out.finish(
-        [
-            shared.encode_tensors(t, out)
-            if shared.shares(t)
-            else (_encode_plain if _plain(t) else _encode_other)(t, out)
-            for t in tensors
-        ]
+        [shared.encode_tensors(t, out) if shared.shares(t) else _encode_any(t, out) for t in tensors]
     )
 
 
+_size_of: Callable[[tuple[int, int]], int] = itemgetter(1)
+
+
 def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
-    """Address and size in bytes of each tensor; None unless all are plain and do not overlap."""
-    if not all([_plain(t) for t in tensors]):
+    """The place of each tensor; None unless all have one, and do not overlap."""
+    places = list(filter(None, map(_place, tensors)))
+    if len(places) < len(tensors):
         return None
-    places = [(t.data_ptr(), t.nbytes) for t in tensors]
     end = 0
     for address, size in sorted(places):
         if address < end:
@@ -123,19 +123,32 @@ def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
     return places
 
 
-def _plain(t: torch.Tensor) -> bool:
-    return (
+def _place(t: torch.Tensor) -> tuple[int, int] | None:
+    """Address and size in bytes of a contiguous tensor in host memory; None for others."""
+    if (
         t.is_cpu
         and t.layout is torch.strided
         and t.is_contiguous()
         and t.dim() <= MAX_DIMENSIONS
         and not (t.is_conj() or t.is_neg() or t._is_zerotensor() or t.is_quantized)
-        and holds(t, t.nbytes)
-    )
+    ):
+        size = t.nbytes
+        # As memory.holds(): this is done for each tensor.
+        if not size or t.storage_offset() * t.itemsize + size <= t.untyped_storage().nbytes():
+            address = t.data_ptr()
+            if address or not size:
+                return address, size
+    return None
 
 
-def _encode_plain(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
-    number = out.add(t, t.data_ptr(), t.nbytes)
+def _encode_any(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    place = _place(t)
+    return _encode_other(t, out) if place is None else _encode_plain(t, place, out)
+
+
+def _encode_plain(t: torch.Tensor, place: tuple[int, int], out: Blobs) -> TensorDescriptor:
+    address, size = place
+    number = out.add(t, address, size)
     return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, number, t.requires_grad)
 
 
@@ -167,9 +180,7 @@ def _encode_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
 
 def _encode_coo(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     flat = t.detach()
-    parts = tuple(
-        (_encode_plain if _plain(p) else _encode_other)(p, out) for p in (flat._indices(), flat._values())
-    )
+    parts = tuple(_encode_any(part, out) for part in (flat._indices(), flat._values()))
     return TensorDescriptor(
         NAMES[t.dtype],
         tuple(t.shape),
