@@ -18,8 +18,9 @@ import torch
 
 from zmqgrad.autograd.graph.sums import OrderedSum, Place, SumOfCalls, added
 from zmqgrad.autograd.graph.validation import in_layout_of
-from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, record_send
+from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, line_of_program, record_send
 from zmqgrad.errors import ArgumentTypeError, AutogradError
+from zmqgrad.rpc.calls import Description, describe
 from zmqgrad.rpc.hooks import Hooks
 from zmqgrad.wire.ids import IdSource, show_id, split_id
 
@@ -102,7 +103,7 @@ class Context:
                 each.abandon()
             self.passes.clear()  # they refer to the context: the cycle would keep graphs and gradients alive
         with self._lock:
-            for send in [send for send in list(self._sends.values()) if send.checkpoint is not None]:
+            for send in filter(_checkpoint, list(self._sends.values())):
                 del self._sends[send.autograd_id]  # so do checkpointed calls
         for fail in list(self.running.values()):
             fail(self._released_error())
@@ -134,7 +135,12 @@ class Context:
             self._last_send = max(self._last_send, send.autograd_id)
 
     def record(
-        self, ids: IdSource, peer: int, tensors: Iterable[torch.Tensor], describe: Callable[[], str]
+        self,
+        ids: IdSource,
+        peer: int,
+        tensors: Iterable[torch.Tensor],
+        what: Description,
+        reply: bool = False,
     ) -> int:
         """Add a send of those of ``tensors`` that require grad, which are about to be sent to ``peer``.
 
@@ -142,7 +148,8 @@ class Context:
             ids: makes the autograd id.
             peer: the worker that will receive them.
             tensors: all tensors of the message.
-            describe: names the call, for errors.
+            what: names the call, for errors.
+            reply: whether they are sent in a reply, for which the program has no line.
 
         Returns:
             The autograd id; 0 if none of them requires grad.
@@ -151,7 +158,10 @@ class Context:
         if not differentiable:
             return 0
         autograd_id = ids.next()
-        self.add_send(record_send(autograd_id, peer, differentiable, describe(), *recomputation.get()))
+        line = ("", 0) if reply else line_of_program(3)  # below this, its caller and what sends for that
+        self.add_send(
+            record_send(autograd_id, peer, differentiable, describe(what), line, *recomputation.get())
+        )
         return autograd_id
 
     def number_call(self) -> int:
@@ -168,9 +178,13 @@ class Context:
     def sends(self, pass_id: int = 0) -> list[Send]:
         """Return the sends so far that a pass leads through: those of others' recomputations are not."""
         with self._lock:
-            found = [send for send in list(self._sends.values()) if send.recomputation in (0, pass_id)]
-        # Calls are made again at the same time, in any order; gradients are added in the order of sends.
-        return sorted(found, key=_place_in_program) if any(map(_is_repeated, found)) else found
+            found = list(self._sends.values())
+        if any(map(_recomputation, found)):
+            # Calls are made again at the same time, in any order; gradients are added in the order of sends.
+            found = sorted(
+                [send for send in found if send.recomputation in (0, pass_id)], key=_place_in_program
+            )
+        return found
 
     def recvs(self) -> dict[int, Any]:
         """Return the recv nodes by autograd id, in the order in which their messages arrived."""
@@ -380,7 +394,8 @@ class Context:
 
 
 _requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
-_is_repeated: Callable[[Send], int] = operator.attrgetter("recomputation")
+_recomputation: Callable[[Send], int] = operator.attrgetter("recomputation")
+_checkpoint: Callable[[Send], Any] = operator.attrgetter("checkpoint")
 
 
 def _place_in_program(send: Send) -> tuple[int, tuple[int, int], int]:

@@ -31,10 +31,15 @@ from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.repeated_calls import Run, is_repeated, run_seeded, seed_for_call
 from zmqgrad.autograd.roots import check_roots
-from zmqgrad.autograd.torch_internals import any_tensor, in_recomputation, show_passes_to_torch
+from zmqgrad.autograd.torch_internals import (
+    any_tensor,
+    in_recomputation,
+    saved_tensor_hooks,
+    show_passes_to_torch,
+)
 from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.errors import AutogradError
-from zmqgrad.rpc.calls import Description, describe
+from zmqgrad.rpc.calls import Description
 from zmqgrad.rpc.hooks import Unwrapped
 from zmqgrad.rpc.serialization.deserializer import deserialize_tensors
 from zmqgrad.rpc.worker import Worker
@@ -141,27 +146,43 @@ class Autograd:
         if context.released:  # perhaps meanwhile: this peer may not have been notified of the release
             return self._of_ended(context, message, tensors)
         if isinstance(message, _CALLS):
-            # What a checkpointed call calls, and so on, is called again: nothing is recorded the first time.
-            differentiates = torch.is_grad_enabled() and (wants_result_grad() or not is_repeated.get())
-            # A checkpoint of torch wants the values again. No pass leads through what is sent for them.
-            recorded = differentiates and not in_recomputation()
-            autograd_id = self._record(context, peer, tensors, what) if recorded else 0
-            seed = None if isinstance(message, RRefFetch) else seed_for_call()
-            number = recomputation.get()[0] or None
-            if number is None and (
-                is_repeated.get()
-                if isinstance(message, RRefFetch)
-                else _checkpoints.get() and differentiates and isinstance(message, Call)
-            ):
-                number = 0
-            return ForwardAutogradReq(context.id, autograd_id, message, differentiates, seed, number)
+            if is_repeated.get() or _checkpoints.get() or saved_tensor_hooks(False) or recomputation.get()[0]:
+                return self._repeatable(context, peer, message, tensors, what)
+            differentiates = torch.is_grad_enabled()
+            autograd_id = context.record(self._worker.ids, peer, tensors, what) if differentiates else 0
+            return ForwardAutogradReq(context.id, autograd_id, message, differentiates)
         if isinstance(message, RRefValue):
             _note_use(tensors)
         call = checkpointed.get()
         if call is not None and isinstance(message, Result):
             message, tensors = call.record(message, tensors)
-        autograd_id = self._record(context, peer, tensors, what) if wants_result_grad() else 0
+        recorded = wants_result_grad()
+        autograd_id = context.record(self._worker.ids, peer, tensors, what, reply=True) if recorded else 0
         return ForwardAutogradResp(context.id, autograd_id, message)
+
+    def _repeatable(
+        self,
+        context: Context,
+        peer: int,
+        message: Call | RemoteCall | RRefFetch,
+        tensors: Sequence[torch.Tensor],
+        what: Description,
+    ) -> Message:
+        """Return ``message``, wrapped, where it may be sent again, or has been sent before."""
+        # What a checkpointed call calls, and so on, is called again: nothing is recorded the first time.
+        differentiates = torch.is_grad_enabled() and (wants_result_grad() or not is_repeated.get())
+        # A checkpoint of torch wants the values again. No pass leads through what is sent for them.
+        recorded = differentiates and not in_recomputation()
+        autograd_id = context.record(self._worker.ids, peer, tensors, what) if recorded else 0
+        seed = None if isinstance(message, RRefFetch) else seed_for_call()
+        number = recomputation.get()[0] or None
+        if number is None and (
+            is_repeated.get()
+            if isinstance(message, RRefFetch)
+            else _checkpoints.get() and differentiates and isinstance(message, Call)
+        ):
+            number = 0
+        return ForwardAutogradReq(context.id, autograd_id, message, differentiates, seed, number)
 
     def _of_ended(
         self,
@@ -175,10 +196,6 @@ class Autograd:
         if checkpointed.get() is None and not any(each.requires_grad for each in tensors):
             return message
         return ForwardAutogradResp(context.id, self._worker.ids.next(), message)
-
-    def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: Description) -> int:
-        """Record a send of ``tensors``. Returns its id; 0 if none of them requires grad."""
-        return context.record(self._worker.ids, peer, tensors, partial(describe, what))
 
     def unsent(self, message: Message) -> None:
         """Remove the send of ``message``, which could not be sent."""

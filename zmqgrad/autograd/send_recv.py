@@ -64,19 +64,12 @@ def record_send(
     peer: int,
     tensors: Sequence[torch.Tensor],
     what: str,
+    line: tuple[str, int] = ("", 0),
     recomputation: int = 0,
     request: tuple[int, int] = (0, 0),
 ) -> Send:
-    """Return the send of ``tensors``, all of which require grad, with the current line of the program."""
-    return Send(
-        autograd_id,
-        peer,
-        tuple(map(edge_or_leaf, tensors)),
-        what,
-        *_line_of_program(),
-        recomputation,
-        request,
-    )
+    """Return the send of ``tensors``, all of which require grad."""
+    return Send(autograd_id, peer, tuple(map(edge_or_leaf, tensors)), what, *line, recomputation, request)
 
 
 _PYTHON_NODE: Any = BackwardCFunction
@@ -134,9 +127,12 @@ def edge_of(place: EdgeOrLeaf) -> GradientEdge:
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
-def _line_of_program() -> tuple[str, int]:
-    """Return file and line of the innermost frame of the program; empty in a thread of this package."""
-    frame: FrameType | None = sys._getframe(1)
+def line_of_program(depth: int) -> tuple[str, int]:
+    """Return file and line of the innermost frame of the program; empty in a thread of this package.
+
+    ``depth``: as many callers are known to belong to this package, so all but the last are left out.
+    """
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename == threading.__file__:

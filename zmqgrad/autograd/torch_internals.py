@@ -259,18 +259,23 @@ def _completion(hook: Mapping[str, Any]) -> Callable[[], None] | None:
 
 # ---- checkpoints -----------------------------------------------------------------------------------------
 
+saved_tensor_hooks: Callable[[bool], tuple[Any, Any] | None] = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+)
+"""Returns the hooks of saved tensors of the calling thread, if any; with True, even while it traces."""
+
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 def in_checkpoint() -> bool:
     """Whether the calling thread runs a checkpointed function, for the first time or again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensor_hooks(False)
     return hooks is not None and is_checkpoint_hook(hooks[0])
 
 
 def in_recomputation() -> bool:
     """Whether the calling thread runs a function of ``torch.utils.checkpoint`` again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensor_hooks(False)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOKS[1])
 
 

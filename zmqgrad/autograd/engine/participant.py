@@ -368,7 +368,7 @@ class Participant:
 
     def record(self, context: Context, peer: int, gradients: Sequence[torch.Tensor]) -> int:
         """Record a send of gradients for ``peer``. Returns its id; 0 if none of them requires grad."""
-        return context.record(self._worker.ids, peer, gradients, lambda: "the gradients of a backward pass")
+        return context.record(self._worker.ids, peer, gradients, "the gradients of a backward pass")
 
     def _local_pass(self, context: Context, pass_id: int, options: PassOptions) -> LocalPass:
         with context.pass_lock:
