@@ -174,7 +174,7 @@ class Bomb:
         self._abandoned: list[str] = []
 
     def __enter__(self) -> Bomb:
-        born, settle = Promise.__init__, Promise._settle
+        born, settle = Promise.__init__, Promise.set_result
         self._originals = born, settle
         made, abandoned = self._open, self._abandoned
 
@@ -185,16 +185,16 @@ class Bomb:
                 abandoned.append(made[id(self)])
             made[id(self)] = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
 
-        def settled(self: Promise[Any], value: Any, error: BaseException | None) -> bool:
+        def settled(self: Promise[Any], value: Any, error: BaseException | None = None) -> bool:
             made.pop(id(self), None)
             return settle(self, value, error)
 
         Promise.__init__ = init  # type: ignore[method-assign]
-        Promise._settle = settled  # type: ignore[method-assign]
+        Promise.set_result = settled  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        Promise.__init__, Promise._settle = self._originals  # type: ignore[method-assign]
+        Promise.__init__, Promise.set_result = self._originals  # type: ignore[method-assign]
 
     def open_outcomes(self) -> list[str]:
         """Where those were made that have not been set within ``PATIENCE`` seconds."""

@@ -33,8 +33,8 @@ class _WakingPromise(Promise[T]):
         self._channel = channel
         self._waiter = threading.get_ident()
 
-    def _settle(self, value: T, error: BaseException | None) -> bool:
-        first = Promise._settle(self, value, error)
+    def set_result(self, value: T, error: BaseException | None = None) -> bool:
+        first = Promise.set_result(self, value, error)
         if first and threading.get_ident() != self._waiter:
             self._channel.wake()
         return first

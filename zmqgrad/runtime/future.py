@@ -58,15 +58,12 @@ class Promise(Generic[T]):
         """Whether a result or an exception was set."""
         return self._done
 
-    def set_result(self, value: T) -> bool:
-        """Sets the value. Returns False, without effect, if the promise was done."""
-        return self._settle(value, None)
-
     def set_exception(self, error: BaseException) -> bool:
         """Sets an exception. Returns False, without effect, if the promise was done."""
-        return self._settle(_UNSET, error)
+        return self.set_result(_UNSET, error)
 
-    def _settle(self, value: T, error: BaseException | None) -> bool:
+    def set_result(self, value: T, error: BaseException | None = None) -> bool:
+        """Sets the value, or ``error`` instead. Returns False, without effect, if the promise was done."""
         callbacks = self._callbacks
         try:
             callbacks.remove(_PENDING)
