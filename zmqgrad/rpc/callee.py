@@ -12,7 +12,7 @@ import torch
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.client import Client
 from zmqgrad.rpc.core import WorkerCore
-from zmqgrad.rpc.functions import DeferredResult, check_operator, check_result
+from zmqgrad.rpc.functions import MARK, DeferredResult, check_operator, check_result
 from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.peer_contexts import PeerContexts
@@ -106,7 +106,8 @@ class Callee:
                     except TypeError as e:
                         check_operator(function, e)
                         raise
-                value = check_result(function, value)
+                if hasattr(function, MARK):
+                    value = check_result(function, value)
             finally:
                 del function, args, kwargs  # a traceback refers to this frame
         except BaseException as e:

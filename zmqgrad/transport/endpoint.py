@@ -42,7 +42,7 @@ from zmqgrad.transport.reader import Reader
 from zmqgrad.transport.sockets import DISCONNECTED, connection_fd
 from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.codec import decode_all
-from zmqgrad.wire.frames import Envelope, read_envelope
+from zmqgrad.wire.frames import Envelope, new_tuple, read_envelope
 from zmqgrad.wire.messages import ArenaOffer, Chunk, LargeMessage, Manifest, Message, MessageType
 
 if TYPE_CHECKING:
@@ -245,7 +245,8 @@ class Endpoint:
                     with self._counting:
                         self.messages += 1
                         self.header_bytes += size
-                    return Inbound(envelope, message, (), size, size if size >= MIN_COUNTED_BYTES else 0)
+                    counted = size if size >= MIN_COUNTED_BYTES else 0
+                    return new_tuple(Inbound, (envelope, message, (), size, counted))
         except ProtocolError as e:
             self._on_malformed(first, size, path, e)
             return None
@@ -295,7 +296,8 @@ class Endpoint:
                     if chunked:
                         manifest, found = self._plane.reassembler.complete(source, manifest, frames)
                     found = self._plane.open(source, manifest, found)
-                    total = len(first) + sum(map(len, found))
+                    if found:
+                        total = len(first) + sum(map(len, found))
                 except MemoryError as e:  # who waits for this message is to be told
                     found = Unreceived(e)
             if envelope.type not in PARTIAL_TYPES:

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zmqgrad.errors import ZmqgradError
-from zmqgrad.transport import local
 from zmqgrad.transport.base import Frame
 from zmqgrad.transport.bulk import CHUNK_BYTES, MAX_INLINE_CHUNK_BYTES, Part, inline, split, split_first
 from zmqgrad.transport.data_plane import DataPlane
 from zmqgrad.transport.flow_control import MIN_COUNTED_BYTES, NOTHING_CONSUMED
 from zmqgrad.transport.links import Link, Links
-from zmqgrad.transport.local import LocalConnection
+from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.sealed.transport import SealedTransport
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY
@@ -90,7 +89,7 @@ class Sender:
             )
         sending = False
         try:
-            small = not chunks and len(first) <= local.MAX_PACKET_BYTES
+            small = not chunks and len(first) <= MAX_PACKET_BYTES
             if channel and small and message.is_awaited_by(peer):
                 connection = links.channel(link, channel) or connection
             sending = True
@@ -100,7 +99,7 @@ class Sender:
             packets = [first] if small else self._packets(chunks, first)
             links.send_local(link, connection, packets, self._plane.shared_memory.offers(peer, prepared))
             if len(packets) > 1:
-                in_chunks = len(first) if len(first) > local.MAX_PACKET_BYTES else 0
+                in_chunks = len(first) if len(first) > MAX_PACKET_BYTES else 0
                 links.count_chunks(link, in_chunks + sum(map(len, prepared.frames)))
         except BaseException as e:
             # What a signal handler raises comes behind a system call, which may have sent the message.
@@ -113,7 +112,7 @@ class Sender:
     def _packets(self, chunks: list[Part], first: bytearray) -> list[bytearray]:
         """Returns the packets of a message: its chunks, as far as a packet is too small, and the last."""
         source = self._source
-        if len(first) > local.MAX_PACKET_BYTES:
+        if len(first) > MAX_PACKET_BYTES:
             large, more = split_first(first, MAX_INLINE_CHUNK_BYTES)
             chunks, first = chunks + more, encode(large, *source, 0)
         return [*(encode(inline(chunk), *source, 0) for chunk in chunks), first]

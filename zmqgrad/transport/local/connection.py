@@ -415,7 +415,10 @@ class LocalConnection:
         """Sends or queues a packet. If that fails, the caller still owns ``fd``. With the lock held."""
         if self._may_send and not self._backlog:
             try:
-                self._transmit(packet, fd)
+                if fd < 0:  # as a rule
+                    self._send(packet, _NOW)
+                else:
+                    self._transmit(packet, fd)
                 return
             except BlockingIOError:
                 self._queue(bytes(packet), fd)

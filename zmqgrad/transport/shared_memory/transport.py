@@ -248,10 +248,11 @@ class SharedMemoryTransport:
         """Lease blocks to ``peer`` with the bytes of ``frames``; None if that is not possible."""
         if self._dropped:
             self._collect_dropped()
-        if not self._arena.limit or self._pid != os.getpid():
+        arena = self._arena
+        if not arena.limit or self._pid != os.getpid():
             result: list[Lease] | str = "off"
         else:
-            result = self._arena.lease(peer, sizes, keep=True) if local else "other host"
+            result = arena.lease(peer, sizes, keep=True) if local else "other host"
         if isinstance(result, str):
             self._count_fallback(result)
             return None
@@ -260,10 +261,10 @@ class SharedMemoryTransport:
                 lease = result[part.buffer]
                 lease.segment.write(lease.offset + part.offset, frame, self._copy)
         except BaseException:  # including Ctrl-C, as large copies take long
-            self._arena.written(result)
-            self._arena.release(peer, [lease.number for lease in result])
+            arena.written(result)
+            arena.release(peer, [lease.number for lease in result])
             raise
-        self._arena.written(result)
+        arena.written(result)
         self._trim_job.schedule(TRIM_SECONDS)
         return result
 
