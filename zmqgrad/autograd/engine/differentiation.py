@@ -7,7 +7,10 @@ tensor on a partial sum; in anomaly mode, the node that fails is asked for. Then
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -34,6 +37,11 @@ from zmqgrad.wire.messages import PassOptions
 Result = tuple[Edge, Gradient, bool]
 """The gradient at an outgoing edge, and whether anything else holds a reference to it."""
 
+_node_of: Callable[[Edge], Any] = operator.itemgetter(0)
+_gradient_of: Callable[[Result], Gradient] = operator.itemgetter(1)
+_is_none: Callable[[Gradient], bool] = partial(operator.is_, None)
+_is_undefined: Callable[[Gradient], bool] = partial(operator.is_, UNDEFINED)
+
 
 class Differentiation:
     """Computes the gradients of groups of one pass on one worker.
@@ -55,15 +63,14 @@ class Differentiation:
         self._hooks = hooks
         if hooks and len(plan.groups) > 1:
             follow_retained()
-        self._passed_by = self._inner_captures(walk)
+        self._passed_by = {} if captures is None else self._inner_captures(walk, captures)
 
-    def _inner_captures(self, walk: GraphWalk) -> dict[Group, list[Edge]]:
+    def _inner_captures(self, walk: GraphWalk, captures: Captures) -> dict[Group, list[Edge]]:
         """Return the edges within each group whose gradients the pass returns."""
         found: dict[Group, list[Edge]] = {}
-        if (captures := self._captures) is not None:
-            for node in captures.nodes & walk.edges.keys():
-                entry = next(i for i, nodes in enumerate(walk.exclusive) if node in nodes)
-                found.setdefault(self._plan.find_group(node, entry), []).extend(captures.edges_at(node))
+        for node in captures.nodes & walk.edges.keys():
+            entry = next(i for i, nodes in enumerate(walk.exclusive) if node in nodes)
+            found.setdefault(self._plan.find_group(node, entry), []).extend(captures.edges_at(node))
         return found
 
     def run(self, groups: Sequence[Group], gradients: dict[Edge, torch.Tensor]) -> list[Result]:
@@ -73,9 +80,8 @@ class Differentiation:
             For each outgoing edge the gradient: None, or no result, if none of the incoming gradients
             leads there, ``UNDEFINED`` if one does but nothing was produced.
         """
-        sinks = self._plan.sinks
-        if not self._hooks and all([edge[0] in sinks for edge in gradients]):
-            return [(edge, gradient, False) for edge, gradient in gradients.items()]
+        if not self._hooks and all(map(self._plan.sinks.__contains__, map(_node_of, gradients))):
+            return list(zip(gradients, gradients.values(), repeat(False), strict=False))
         if torch.is_anomaly_enabled():  # an error names its node, and carries the forward call that made it
             results = []
             for group in groups:
@@ -91,27 +97,28 @@ class Differentiation:
             return self._at_once(groups, gradients)
 
     def _at_once(self, groups: Sequence[Group], gradients: dict[Edge, torch.Tensor]) -> list[Result]:
-        passed_by: list[Edge] = []
-        if self._passed_by:
-            passed_by = [edge for group in groups for edge in self._passed_by.get(group, ())]
-        undefined = [edge for edge, gradient in gradients.items() if gradient is UNDEFINED]
         outgoing: Collection[Edge] = groups[0].outgoing
         if len(groups) > 1:
             outgoing = dict.fromkeys([edge for group in groups for edge in group.outgoing])
+        passed_by: Collection[Edge] = ()
         if self._captures is not None:
+            passed_by = [edge for group in groups for edge in self._passed_by.get(group, ())]
             outgoing = self._captures.needs(outgoing)
-        if undefined:
+        if any(map(_is_undefined, gradients.values())):
+            undefined = [edge for edge, gradient in gradients.items() if gradient is UNDEFINED]
             defined = {edge: g for edge, g in gradients.items() if g is not UNDEFINED}
             with zero_placeholders(reached(undefined, outgoing, is_python_function)) as placeholders:
                 results = self._call_engine({**placeholders, **defined}, outgoing, passed_by)
         else:
             results = self._call_engine(gradients, outgoing, passed_by)
-        missing: list[Edge] = []  # a leaf needs no mark, unless it waits for its complete gradient
-        for edge, found, _ in results:
-            if found is None and (type(edge[0]) is not LEAF_NODE or edge[0] in self._plan.sinks):
-                missing.append(edge)
-        if missing:
-            ends = reached(gradients, outgoing)
+        if any(map(_is_none, map(_gradient_of, results))):
+            sinks = self._plan.sinks
+            missing = [  # a leaf needs no mark, unless it waits for its complete gradient
+                edge
+                for edge, found, _ in results
+                if found is None and (type(edge[0]) is not LEAF_NODE or edge[0] in sinks)
+            ]
+            ends = reached(gradients, outgoing) if missing else ()
             results += [(edge, UNDEFINED, False) for edge in missing if edge in ends]
         return results
 

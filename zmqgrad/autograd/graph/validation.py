@@ -22,7 +22,7 @@ _DENSE_FOR = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse
 def matches(gradient: torch.Tensor, place: EdgeOrLeaf) -> bool:
     """Whether ``gradient`` has the form of the tensor at ``place``. An edge does not show its layout."""
     if isinstance(place, GradientEdge):
-        return has_form(gradient, input_metadata(*place[:2]))
+        return has_form(gradient, input_metadata(place[0], place[1]))
     return (
         gradient_dtype(place) in (gradient.dtype, None)
         and place.shape == gradient.shape
