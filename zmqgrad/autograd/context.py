@@ -42,6 +42,18 @@ Part = tuple[torch.Tensor, torch.Tensor, bool, Place]
 class Context:
     """One context on one worker."""
 
+    has_history = False
+    """Whether a pass with ``create_graph`` was recorded: later passes need not reach all sends."""
+    keeps_graphs = False
+    """Whether a checkpointed call has used a tensor of this worker that is no leaf, as it will again: so
+    passes keep what is saved for it, and before it on other workers."""
+    computes_again = False
+    """Whether a checkpoint has made a call of this worker, which a pass may make again."""
+    entered_by: Callable[[], object] | None = None
+    """A weak reference to what was entered by ``with``; None: it began on another worker."""
+    _last_send = 0
+    _checkpointed_calls = 0
+
     def __init__(
         self,
         context_id: int,
@@ -53,21 +65,11 @@ class Context:
         self._versions = versions
         self.read_at = read_at
         """The latest step of shared parameters that it saw here when it began, or after its own last step."""
-        self.has_history = False
-        """Whether a pass with ``create_graph`` was recorded: later passes need not reach all sends."""
-        self.keeps_graphs = False
-        """Whether a checkpointed call has used a tensor of this worker that is no leaf, as it will again: so
-        passes keep what is saved for it, and before it on other workers."""
-        self.computes_again = False
-        """Whether a checkpoint has made a call of this worker, which a pass may make again."""
         self.released = released
         """Whether the context has ended. Messages still in flight are not recorded any more."""
-        self.entered_by: Callable[[], object] | None = None
-        """A weak reference to what was entered by ``with``; None: it began on another worker."""
         # Guards sends, recvs, gradients, open sums and storages. A signal handler may call while it is held.
         self._lock = threading.RLock()
         self._sends: dict[int, Send] = {}
-        self._last_send = 0
         self._recvs: dict[int, Any] = {}  # nodes of torch's graph, by autograd id
         # By id of the leaf, with the leaf: the hash of a tensor is a slow Python function.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -75,7 +77,6 @@ class Context:
         self._open_sums: dict[int, tuple[torch.Tensor, int, OrderedSum]] = {}
         # What checkpointed calls add, apart from them: it comes at any time in a pass.
         self._sums_of_calls: dict[int, tuple[torch.Tensor, SumOfCalls]] = {}
-        self._checkpointed_calls = 0
         self._storages: set[int] = set()  # addresses of the gradients' memory
         self._peers: set[int] = set()  # changed by atomic operations only
         self.add_peer: Callable[[int], None] = self._peers.add
@@ -132,7 +133,8 @@ class Context:
         """Add a send whose message is about to be sent."""
         with self._lock:
             self._sends[send.autograd_id] = send
-            self._last_send = max(self._last_send, send.autograd_id)
+            if send.autograd_id > self._last_send:
+                self._last_send = send.autograd_id
 
     def record(
         self,
@@ -511,13 +513,14 @@ class Contexts:
 
         None if it was released before, or the worker that began it is lost: nobody would release it.
         """
+        context = self._live.get(context_id)  # without the lock: one that is being released may be returned
+        if context is not None:
+            return context
         with self._lock:
             if context_id in self._released:
                 return None
             context = self._live.get(context_id)
-            if context is None:
-                if split_id(context_id)[0] in self._lost:
-                    return None
+            if context is None and split_id(context_id)[0] not in self._lost:
                 context = self._created(context_id)
             return context
 
@@ -543,10 +546,10 @@ class Contexts:
                 f"incompatible function arguments: context_id must be an int, the id that context() yielded, "
                 f"not {context_id!r}"
             )
+        context = self._live.get(context_id)
+        if context is not None:
+            return context
         with self._lock:
-            context = self._live.get(context_id)
-            if context is not None:
-                return context
             released = context_id in self._released
         creator, _ = split_id(context_id)
         why = f"it was not created here, and no call inside it has arrived from worker {creator} or others"

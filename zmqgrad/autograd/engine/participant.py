@@ -371,6 +371,9 @@ class Participant:
         return context.record(self._worker.ids, peer, gradients, "the gradients of a backward pass")
 
     def _local_pass(self, context: Context, pass_id: int, options: PassOptions) -> LocalPass:
+        found = context.passes.get(pass_id)
+        if found is not None and not options.retain_graph:
+            return found
         with context.pass_lock:
             found = context.passes.get(pass_id)
             if found is None:
