@@ -40,17 +40,23 @@ def test_gradients_in_order_or_in_reverse_are_added_soon() -> None:
         assert len(total) == 1
 
 
-def test_the_neighbour_is_what_is_added_next() -> None:
+def test_only_a_gradient_without_its_neighbour_is_held() -> None:
     tree, other = (0,), (1,)
-    total = OrderedSum()
-    assert total.take_neighbour((tree, 3)) is None
+    total, held = OrderedSum(), list[torch.Tensor]()
+
+    def hold(gradient: torch.Tensor) -> torch.Tensor:
+        held.append(gradient)
+        return gradient.clone()
+
+    parts = [torch.tensor([value]) for value in (2.0, 3.0, 4.0)]
     assert total.total() is None
-    total.add((tree, 2), torch.tensor([2.0]))
-    assert total.take_neighbour((other, 3)) is None
-    neighbour = total.take_neighbour((tree, 3))
+    assert total.add((tree, 2), parts[0], hold) is None
+    assert total.add((other, 3), parts[1], hold) is None
+    neighbour = total.add((tree, 3), parts[2], hold)
     assert neighbour is not None
     assert neighbour.tolist() == [2]
-    total.join((tree, 3), neighbour, torch.tensor([3.0]))
+    assert neighbour is not parts[0]
+    assert held == parts[:2]
     result = total.total()
     assert result is not None
-    assert result.tolist() == [5]
+    assert result.tolist() == [9]

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,7 +161,7 @@ class Context:
         if not differentiable:
             return 0
         autograd_id = ids.next()
-        line = ("", 0) if reply else line_of_program(3)  # below this, its caller and what sends for that
+        line = ("", 0) if reply else line_of_program(4)  # behind this, its caller, and what sends for that
         self.add_send(
             record_send(autograd_id, peer, differentiable, describe(what), line, *recomputation.get())
         )
@@ -285,7 +286,7 @@ class Context:
         with self._lock:
             self._close_sums((id(leaf),))
             present = self._gradients.get(id(leaf))
-            total = self._unshared(gradient, shared) if present is None else added(present[1], gradient)
+            total = self._unshared(shared, gradient) if present is None else added(present[1], gradient)
             return self._store(leaf, total)
 
     def accumulate_parts(self, parts: Iterable[Part], of: int) -> None:
@@ -321,13 +322,9 @@ class Context:
                 self._add_part(total.of_call(inner_pass, (tuple(way), number)), place, gradient, shared)
 
     def _add_part(self, total: OrderedSum, place: Place, gradient: torch.Tensor, shared: bool) -> None:
-        neighbour = total.take_neighbour(place) if total else None
-        if neighbour is None:
-            total.keep(place, self._unshared(gradient, shared))
-            return
-        if neighbour.layout is torch.strided:
+        neighbour = total.add(place, gradient, partial(self._unshared, shared))
+        if neighbour is not None and neighbour.layout is torch.strided:
             self._storages.discard(neighbour.untyped_storage().data_ptr())
-        total.join(place, neighbour, gradient)
 
     def _close_sums(self, leaves: Iterable[int], *, of_calls: bool = False) -> None:
         """Add the open sums of ``leaves``, given by ids, to their gradients. The caller holds the lock."""
@@ -358,7 +355,7 @@ class Context:
             else:
                 self._store(leaf, gradient)
 
-    def _unshared(self, gradient: torch.Tensor, shared: bool) -> torch.Tensor:
+    def _unshared(self, shared: bool, gradient: torch.Tensor) -> torch.Tensor:
         """Return ``gradient``, or a copy of it if its memory is used elsewhere. The caller holds the lock."""
         if gradient.requires_grad:  # its own graph may hold it
             with torch.enable_grad():

@@ -174,7 +174,7 @@ class LocalPass:
         self._starts, self._numbers = walk.starts, walk.numbers
         if checks_versions and context.is_behind():
             self._check_versions(walk)
-        self._adds_in_order = walk.starts_at_leaves
+        self._adds_in_order = bool(options.origin) or walk.starts_at_leaves
         self._task = PassTask(self._starts, self._plan)
         self._differentiation = Differentiation(walk, self._plan, options, self.captures, self._hooks)
         self._id = pass_id
@@ -421,7 +421,7 @@ class LocalPass:
                     at_recv[node] = [None] * recvs[node].outputs
                 else:
                     waiting.add(node)
-        at_leaves: list[tuple[Edge, torch.Tensor, bool]] = []
+        at_leaves: list[Part] = []
         complete: list[tuple[Any, torch.Tensor, bool]] = []
         results = self._differentiation.run(live, gradients) if gradients else ()
         if self.abandoned:
@@ -431,8 +431,13 @@ class LocalPass:
                 continue
             node = edge[0]
             if node in leaves:
-                if gradient is not UNDEFINED:
-                    at_leaves.append((edge, gradient, also_held))
+                if gradient is UNDEFINED:
+                    continue
+                if self._adds_in_order or edge in self._plan.common:
+                    place = OF_GROUPS, live[0].outgoing[edge]
+                    at_leaves.append((node.variable, gradient, also_held, place))
+                else:
+                    self._accumulate_only(node, gradient, also_held)
                 continue
             if captures is not None and gradient is not UNDEFINED and node in self._plan.sinks:
                 captures.note(edge, gradient)
@@ -444,26 +449,19 @@ class LocalPass:
                 with self._lock:
                     self._add(edge, gradient, (OF_GROUPS, live[0].outgoing[edge]))
         if at_leaves:
-            self._accumulate_from(live[0], at_leaves)
+            self._accumulate_parts(at_leaves)
         if complete and captures is None:
             self._accumulate_all(complete)
         for node, at_outputs in at_recv.items():
             sink.send_gradients(recvs[node], self._hooked(node, at_outputs) if self._hooks else at_outputs)
 
-    def _accumulate_from(self, group: Group, gradients: Sequence[tuple[Edge, torch.Tensor, bool]]) -> None:
-        """Add gradients of ``group`` to leaves, which other groups may lead to as well."""
-        in_order, common = self.options.origin or self._adds_in_order, self._plan.common
-        parts: list[Part] = []
-        for edge, gradient, also_held in gradients:
-            leaf = edge[0].variable
-            if in_order or edge in common:
-                parts.append((leaf, gradient, also_held, (OF_GROUPS, group.outgoing[edge])))
-            elif post_accumulate_hooks(leaf):  # registered since the pass began, or the leaf would wait
-                self._accumulate(edge[0], gradient, also_held)
-            else:
-                self.context.accumulate(leaf, gradient, also_held)
-        if parts:
-            self._accumulate_parts(parts)
+    def _accumulate_only(self, node: Any, gradient: torch.Tensor, shared: bool) -> None:
+        """Add the only gradient of a leaf in this pass."""
+        leaf = node.variable
+        if post_accumulate_hooks(leaf):  # registered since the pass began, or the leaf would wait
+            self._accumulate(node, gradient, shared)
+        else:
+            self.context.accumulate(leaf, gradient, shared)
 
     def _accumulate_parts(self, parts: Sequence[Part]) -> None:
         """Add gradients to leaves, each at its place in the order."""

@@ -8,6 +8,8 @@ as both are complete: if gradients arrive in order, or in reverse order, about l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 Place = tuple[tuple[int, ...], int]
@@ -43,32 +45,32 @@ class OrderedSum(dict[tuple[tuple[int, ...], int, int], torch.Tensor]):
 
     __slots__ = ()
 
-    def add(self, place: Place, gradient: torch.Tensor) -> None:
-        """Add ``gradient``, which nothing else may change as long as it is held."""
-        neighbour = self.take_neighbour(place) if self else None
-        if neighbour is None:
-            self.keep(place, gradient)
-        else:
-            self.join(place, neighbour, gradient)
+    def add(
+        self, place: Place, gradient: torch.Tensor, held: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor | None:
+        """Add ``gradient``, which nothing else may change as long as it is held.
 
-    def take_neighbour(self, place: Place) -> torch.Tensor | None:
-        """Remove and return the gradient that one at ``place`` is to be added to at once, if it is here."""
-        return self.pop((place[0], 0, place[1] ^ 1), None)
+        Args:
+            place: where in the sum.
+            gradient: what to add.
+            held: called if ``gradient`` is to be held; returns what is held instead.
 
-    def keep(self, place: Place, gradient: torch.Tensor) -> None:
-        """Add a gradient whose neighbour is not here."""
-        self[place[0], 0, place[1]] = gradient
-
-    def join(self, place: Place, neighbour: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a gradient and its neighbour, which was taken."""
-        (tree, number), height = place, 0
-        sibling: torch.Tensor | None = neighbour
+        Returns:
+            The neighbour that it was added to at once, which is not held any more; None if that is not here.
+        """
+        tree, number = place
+        neighbour = sibling = self.pop((tree, 0, number ^ 1), None) if self else None
+        if sibling is None:
+            self[tree, 0, number] = gradient if held is None else held(gradient)
+            return None
+        height = 0
         while sibling is not None:
             gradient = added(sibling, gradient) if number & 1 else added(gradient, sibling)
             number >>= 1
             height += 1
             sibling = self.pop((tree, height, number ^ 1), None)
         self[tree, height, number] = gradient
+        return neighbour
 
     def total(self) -> torch.Tensor | None:
         """Return the sum so far; None if nothing was added."""
