@@ -218,9 +218,12 @@ class Context:
             metadata = RecvMetadata(
                 self.id, autograd_id, peer, len(requiring_grad), in_reply, self._last_send
             )
-            outputs, node = attach_recv(metadata, [tensors[i] for i in requiring_grad])
+            every = len(requiring_grad) == len(tensors)
+            outputs, node = attach_recv(metadata, tensors if every else [tensors[i] for i in requiring_grad])
             if not recomputation.get()[0]:  # the others live as long as their part of the graph
                 self._recvs[autograd_id] = node
+            if every:
+                return list(outputs)
             for i, output in zip(requiring_grad, outputs, strict=True):
                 tensors[i] = output
         return tensors

@@ -8,7 +8,7 @@ message, and the other worker can begin with the first part.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,6 +30,8 @@ GRADIENT_OVERHEAD_BYTES = 64
 CONTIGUOUS_ELEMENTS = 1024
 """Gradients of up to this many elements are made contiguous, which saves work later."""
 
+_autograd_id: Callable[[tuple[int, tuple[int, ...]]], int] = operator.itemgetter(0)
+
 _ABSENT = {NOT_REACHED: None, NO_GRADIENT: UNDEFINED}
 
 
@@ -47,14 +49,17 @@ class Batch:
     def add(self, recv: RecvMetadata, gradients: Sequence[Gradient]) -> None:
         """Add the gradients of one recv."""
         indices: list[int] = []
+        size = GRADIENT_OVERHEAD_BYTES * len(gradients)
         for gradient in gradients:
             if gradient is None or gradient is UNDEFINED:
                 indices.append(NOT_REACHED if gradient is None else NO_GRADIENT)
-            else:
-                indices.append(len(self._present))
-                self._present.append(_packed(gradient))
-                self._size += gradient.numel() * gradient.itemsize
-        self._size += GRADIENT_OVERHEAD_BYTES * len(indices)
+                continue
+            elements = gradient.numel()
+            size += elements * gradient.itemsize
+            indices.append(len(self._present))
+            packs = elements <= CONTIGUOUS_ELEMENTS and gradient.layout is torch.strided
+            self._present.append(gradient.contiguous() if packs else gradient)
+        self._size += size
         self.sends.append((recv.autograd_id, tuple(indices)))
 
     @property
@@ -64,7 +69,7 @@ class Batch:
 
     def requests(self) -> tuple[int, ...]:
         """Return the requests of this batch: the autograd ids of its sends."""
-        return tuple(map(operator.itemgetter(0), self.sends))
+        return tuple(map(_autograd_id, self.sends))
 
     def describe(self, frames: list[Frame], devices: Devices) -> Tensors:
         """Encode the tensors. Data that does not fit into the header is appended to ``frames``."""
@@ -98,8 +103,3 @@ def unpack(
     if len(sends) == 1 and sends[0][1] == tuple(range(len(present))):
         return [(sends[0][0], present)]  # the most frequent case
     return [(send, [present[i] if i >= 0 else _ABSENT[i] for i in indices]) for send, indices in sends]
-
-
-def _packed(gradient: torch.Tensor) -> torch.Tensor:
-    strided = gradient.layout is torch.strided
-    return gradient.contiguous() if strided and gradient.numel() <= CONTIGUOUS_ELEMENTS else gradient

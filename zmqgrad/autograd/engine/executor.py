@@ -397,10 +397,8 @@ class LocalPass:
                 if not batch:
                     batch.append(later.pop(0))
                 self._run(batch, sink)
-                ready = later
                 with self._lock:
-                    for group in batch:
-                        ready += self._plan.finished(group)
+                    ready = later + self._plan.finished(*batch)
 
     def _run(self, groups: Sequence[Group], sink: GradientSink) -> None:
         recvs, leaves, captures = self._recvs, self._plan.leaves, self.captures

@@ -22,7 +22,7 @@ from zmqgrad.errors import AutogradError, ClosedError, RpcError, TransportError
 from zmqgrad.rpc.membership.membership import LEFT, LEFT_AT_ONCE
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import check_may_wait
-from zmqgrad.transport.base import Frame, Inbound
+from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import show_id, split_id
 from zmqgrad.wire.messages import (
     BackwardAutogradReq,
@@ -72,6 +72,8 @@ class Participant:
         self.maps_devices = worker.contexts.maps_devices
         self.devices = worker.contexts.for_gradients
         self._inboxes: dict[int, SimpleQueue[Inbound | None]] = {}  # of passes under a profiler
+        self.send = worker.post
+        """Send a request of a pass. The coordinator, which waits at the given channel, gets the report."""
         self._has_helpers = worker.options.num_worker_threads > 1
         self._effort: float | None = None  # time that the gradients of a send have taken lately
 
@@ -459,10 +461,6 @@ class Participant:
             logger.debug("cannot watch worker %d, which has part in a backward pass: %s", worker, e)
             for detector in list(self._detectors.values()):
                 detector.lose(worker, e)
-
-    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame], channel: int) -> None:
-        """Send a request of a pass. The coordinator, which waits at ``channel``, gets the report."""
-        self._worker.post(peer, message, frames, channel)
 
 
 def _run_in_clean_thread(task: Callable[[], None]) -> None:

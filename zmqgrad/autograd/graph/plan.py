@@ -248,14 +248,15 @@ class Plan:
         self.dropped.add(entry)
         return self._settle(entry, False)
 
-    def finished(self, group: Group) -> list[Group]:
-        """Record that ``group`` has run. Returns the groups that may run now."""
-        group.ran = True
+    def finished(self, *groups: Group) -> list[Group]:
+        """Record that ``groups`` have run. Returns the groups that may run now."""
         ready = []
-        for dependent in group.dependents:
-            dependent.pending -= 1
-            if not dependent.pending:
-                ready.append(dependent)
+        for group in groups:
+            group.ran = True
+            for dependent in group.dependents:
+                dependent.pending -= 1
+                if not dependent.pending:
+                    ready.append(dependent)
         return ready
 
     def group_of(self, node: Node) -> Group:
