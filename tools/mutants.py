@@ -106,7 +106,7 @@ MUTANTS = {
         "            if receiver != self._root:\n                lost = lost or self._lost.get(sender)\n",
         "",
         "members",
-        211,
+        334,
     ),
     "pass-overtaken": Mutant(  # a report that has overtaken another is forgotten
         "autograd/engine/termination.py",
@@ -128,7 +128,7 @@ MUTANTS = {
         "            self._early.append(notification)\n",
         "",
         "none",
-        114,
+        2,
     ),
     "query-repeated": Mutant(  # a change of the store is applied again when its query is repeated
         "store/service.py",
@@ -142,7 +142,7 @@ MUTANTS = {
         "link.end_reason and not link.ended and not link.paths:",
         "link.end_reason and not link.ended:",
         "kills",
-        28,
+        17,
     ),
     "task-first": Mutant(  # futures are completed after a task that may wait for them
         "transport/reader.py",
