@@ -107,10 +107,10 @@ class BackwardStep:
         # Calls of hooks and backward functions belong to the graph of the pass as well, on every worker.
         recording = ActiveContext(context) if create_graph else None
         computing, grad_mode = pass_context.set(context), torch.is_grad_enabled()
+        if recording is not None:
+            recording.__enter__()
         try:
             set_grad_mode(create_graph)  # in which the engine runs hooks
-            if recording is not None:
-                recording.__enter__()
             if action() is False or self._pass.abandoned or self._send_all():
                 return
         except BaseException as e:
