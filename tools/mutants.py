@@ -149,8 +149,6 @@ MUTANTS = {
         "                    if (idle := self.on_idle()) is not None:\n"
         "                        self.tasks.append(idle)\n",
         "",
-        "none",
-        131,
     ),
     "flush-dies": Mutant(  # a connection that closes while its queue is sent ends the thread that sends
         "transport/links.py",
