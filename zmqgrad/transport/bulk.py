@@ -85,7 +85,7 @@ def split(prepared: PreparedFrames, size_limit: int = CHUNK_BYTES) -> tuple[Prep
         buffers[i] = FrameBuffer(block=next(_stream_ids), size=size)
         chunks += _chunks(buffers[i].block, frame, size_limit or MAX_INLINE_CHUNK_BYTES)
     manifest = replace(manifest, buffers=tuple(buffers), slices=slices)
-    return PreparedFrames(manifest, rest, prepared.segments), chunks
+    return PreparedFrames(manifest, rest, prepared.offers), chunks
 
 
 def _chunks(stream: int, frame: Buffer, size_limit: int) -> list[Part]:

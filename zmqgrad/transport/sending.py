@@ -93,11 +93,11 @@ class Sender:
             if channel and small and message.is_awaited_by(peer):
                 connection = links.channel(link, channel) or connection
             sending = True
-            if small and not prepared.segments:
+            if small and not prepared.offers:
                 links.send_packet(link, connection, first, channel != 0)
                 return len(first), INLINE
             packets = [first] if small else self._packets(chunks, first)
-            links.send_local(link, connection, packets, self._plane.shared_memory.offers(peer, prepared))
+            links.send_local(link, connection, packets, prepared.offers)
             if len(packets) > 1:
                 in_chunks = len(first) if len(first) > MAX_PACKET_BYTES else 0
                 links.count_chunks(link, in_chunks + sum(map(len, prepared.frames)))

@@ -93,7 +93,7 @@ class Side:
     def send_offers(self, prepared: PreparedFrames) -> None:
         """Send the segments that the other side does not have, as a connection does."""
         assert self.other is not None
-        for offer in self.transport.offers(self.other.id, prepared):
+        for offer in prepared.offers:
             if offer.segment not in self.offered:
                 self.offered.add(offer.segment)
                 described, fd = offer.make()

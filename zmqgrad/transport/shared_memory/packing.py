@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.local.connection import Offer
 from zmqgrad.transport.shared_memory.arena import Lease
 from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
-from zmqgrad.transport.shared_memory.segment import Segment
 from zmqgrad.wire.lazy_frame import Frame, materialize
 from zmqgrad.wire.messages import FrameBuffer, FrameSlice, Manifest
 
@@ -27,12 +27,12 @@ MIN_FRAMES_TO_JOIN = 8
 class PreparedFrames(NamedTuple):
     """Frames ready to be sent: the manifest before the message's header, and the frames after it.
 
-    ``segments`` are those of the blocks in the manifest.
+    ``offers`` are the segments of the blocks in the manifest.
     """
 
     manifest: Manifest | None
     frames: Sequence[Buffer]
-    segments: tuple[Segment, ...] = ()
+    offers: tuple[Offer, ...] = ()
 
 
 def plan(sizes: Sequence[int]) -> tuple[list[int], tuple[FrameSlice, ...]]:

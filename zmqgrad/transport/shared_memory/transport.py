@@ -115,13 +115,13 @@ class SharedMemoryTransport:
                 raise
             if leases is not None:
                 placed: list[FrameBuffer] = []
-                segments: dict[int, Segment] = {}
+                offers: dict[int, Offer] = {}
                 for number, segment, offset, size in leases:
                     placed.append(FrameBuffer(segment.id, number, offset, size))
-                    segments[segment.id] = segment
+                    offers[segment.id] = Offer(segment.id, partial(self._describe, peer, segment))
                 with self._counting:
                     self.bytes_out += total
-                return PreparedFrames(Manifest(tuple(placed), slices, released), (), tuple(segments.values()))
+                return PreparedFrames(Manifest(tuple(placed), slices, released), (), tuple(offers.values()))
         return pack_for_socket(frames, sizes, released)
 
     def _prepare_shared(
@@ -134,7 +134,7 @@ class SharedMemoryTransport:
         """Lease the blocks of those ``frames`` that are ``shared`` ones; the others use the socket."""
         rest = [materialize(f) for f, part in zip(frames, shared, strict=True) if part is None]
         buffers, slices, number = [FrameBuffer(size=len(f)) for f in rest], [], 0
-        segments: dict[int, Segment] = {}
+        offers: dict[int, Offer] = {}
         indices: dict[int, int] = {}  # of the buffers, by the own lease of their block
         for frame, part in zip(frames, shared, strict=True):
             if part is None:
@@ -145,13 +145,14 @@ class SharedMemoryTransport:
             if own.number not in indices:
                 indices[own.number] = len(buffers)
                 lease = self._arena.share(peer, own)
-                segments[lease.segment.id] = lease.segment
-                buffers.append(FrameBuffer(lease.segment.id, lease.number, lease.offset, lease.size, True))
+                segment = lease.segment
+                offers[segment.id] = Offer(segment.id, partial(self._describe, peer, segment))
+                buffers.append(FrameBuffer(segment.id, lease.number, lease.offset, lease.size, True))
             slices.append(FrameSlice(indices[own.number], start, len(frame)))
             with self._counting:
                 self.bytes_out += len(frame)
         manifest = Manifest(tuple(buffers), tuple(slices), released)
-        return PreparedFrames(manifest, rest, tuple(segments.values()))
+        return PreparedFrames(manifest, rest, tuple(offers.values()))
 
     def allocate(self, size: int, deadline: Deadline) -> Any:
         """Allocate a block that many peers of this host may read, each without a copy.
@@ -267,10 +268,6 @@ class SharedMemoryTransport:
         arena.written(result)
         self._trim_job.schedule(TRIM_SECONDS)
         return result
-
-    def offers(self, peer: int, prepared: PreparedFrames) -> list[Offer]:
-        """Return the segments that ``peer`` needs for ``prepared``."""
-        return [Offer(segment.id, partial(self._describe, peer, segment)) for segment in prepared.segments]
 
     def _describe(self, peer: int, segment: Segment) -> tuple[bytes, int]:
         offer = ArenaOffer(segment.id, segment.size)
