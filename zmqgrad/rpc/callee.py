@@ -21,6 +21,7 @@ from zmqgrad.rpc.raising import forget_variables
 from zmqgrad.rpc.relaying import complete
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.rpc.rref.table import ReferenceTable
+from zmqgrad.rpc.serialization.context import SERIALIZED_NONE
 from zmqgrad.rpc.serialization.deserializer import deserialize_call, deserialize_tensors
 from zmqgrad.rpc.serialization.naming import find_function, method_of
 from zmqgrad.rpc.serialization.serializer import serialize
@@ -132,12 +133,13 @@ class Callee:
     def _reply(self, inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
         if type(value) is DeferredResult:
             value = value.value()
-        source = inbound.envelope.source
-        requester = self._membership.find_known(source) or self._membership.record(source)
-        began = monotonic_ns() if self._worker.hooks.tracer is not None else 0
-        serialized = serialize(value, self._contexts.for_replies(requester), call.function)
-        if began:
-            serialized = serialized._replace(nanoseconds=monotonic_ns() - began)
+        serialized = SERIALIZED_NONE
+        if value is not None:
+            requester = self._membership.record(inbound.envelope.source)
+            began = monotonic_ns() if self._worker.hooks.tracer is not None else 0
+            serialized = serialize(value, self._contexts.for_replies(requester), call.function)
+            if began:
+                serialized = serialized._replace(nanoseconds=monotonic_ns() - began)
         self._server.reply(inbound, Result(serialized.payload), serialized, call.function)
 
     def _created(self, created: Promise[Any], inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
