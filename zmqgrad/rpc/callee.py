@@ -183,7 +183,8 @@ class Callee:
             return self._find(call.function), (), {}
         if tensors is None:
             tensors = deserialize_tensors(payload, frames)
-        references = self._references.of(inbound.envelope.source)
+        pickled = payload.format is PayloadFormat.PICKLE
+        references = self._references.of(inbound.envelope.source) if pickled else None
         function, args, kwargs = deserialize_call(call.function, payload, frames, tensors, references)
         inbound.release_frames()
         return self._find(call.function) if function is None else function, args, kwargs

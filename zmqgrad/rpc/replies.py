@@ -62,7 +62,8 @@ class ReplyDecoder:
             return None
         if tensors is None:
             tensors = deserialize_tensors(payload, inbound.frames)
-        references = self._references.of(inbound.envelope.source)
+        pickled = payload.format is PayloadFormat.PICKLE
+        references = self._references.of(inbound.envelope.source) if pickled else None
         return deserialize(payload, inbound.frames, tensors, references)
 
     def _decode_reply(self, promise: Promise[Inbound]) -> Any:
