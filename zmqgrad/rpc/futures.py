@@ -317,7 +317,10 @@ class RpcFuture(PythonFuture[T]):
             self._settle(self.set_exception, RpcError(text))
             raise
         else:
-            self._settle(self._set_copied, value, copies)
+            if copies is NO_COPIES:
+                self._settle(self.set_result, value)
+            else:
+                self._settle(self._set_copied, value, copies)
 
     def wait(self) -> T:
         """Wait for the result, and return it.
@@ -329,9 +332,10 @@ class RpcFuture(PythonFuture[T]):
             RpcError: if a finalizer calls this in a thread that must not wait.
             Exception: what the remote function raised, with its own type.
         """
-        self.check_process()
-        # done() is torch's: true already for callbacks, which run while the future is being completed.
-        reply = None if self.done() else self._reply
+        reply = None
+        if not self.done():  # torch's: true already for callbacks, which run while this is being completed
+            self._queue.check_process()
+            reply = self._reply
         if reply is not None:
             if not (reply.done() or may_wait_for_others()):
                 raise refused_wait(self.description)
