@@ -64,7 +64,7 @@ MUTANTS = {
         "kept[0][0] <= sequence:",
         "kept[0][0] <= sequence + 1:",
         "drops",
-        13,
+        10,
     ),
     "ack-resend": Mutant(  # what was in flight is not resent on the next connection
         "transport/session.py",
