@@ -16,7 +16,7 @@ import torch
 
 from tests.support.namespaces import Hosts, hosts, move_apart
 from tools.bench import __main__ as command
-from tools.bench import cores, memory, page, store_scale
+from tools.bench import cores, memory, page, store_scale, trees
 from tools.bench.limits import COPIES, ROUND_TRIP
 from tools.bench.picture import save_picture
 from tools.bench.plan import Piece, Row, limits, pieces
@@ -154,6 +154,18 @@ def test_it_measures_both_sides(tmp_path: Path) -> None:
     assert saved["machine"]["processor"] in done.stdout
     assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "round 1 of 1: calls, torch" in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_trees_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trees.main([str(tmp_path)]) == 2
+    assert f"{tmp_path} has no package zmqgrad" in capsys.readouterr().err
+    (tmp_path / "zmqgrad").symlink_to(ROOT / "zmqgrad")
+    assert trees.main([str(tmp_path), "-k", "store_get", "-r", "1", "--seconds", "0.01"]) == 0
+    row, *_, ratio = capsys.readouterr().out.splitlines()[-1].split()
+    assert row == "store_get"
+    assert float(ratio) > 0
 
 
 @pytest.mark.processes
