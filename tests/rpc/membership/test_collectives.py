@@ -145,6 +145,28 @@ def test_a_lost_participant_fails_the_collective_at_once(
     assert on_each(trio, [0, 1], lambda rank: rpc.barrier(["worker0", "worker1"])) == [None] * 2
 
 
+def test_who_learns_of_a_loss_in_between_counts_on(trio: Cluster) -> None:
+    """Its next collective got the number of its first one, and the one after that the value of another."""
+    with trio.acting(2):
+        for n in range(3):
+            with suppress(RpcTimeoutError):
+                rpc.all_gather((2, n), timeout=0.02)
+    told = threading.Event()
+
+    def gather_and_learn(rank: int) -> list[Any]:
+        found: list[Any] = []
+        for n in range(3):
+            found.append(rpc.all_gather((rank, n), timeout=5))
+            if rank == 1 and not n:
+                trio.workers[1].hooks.peer_lost.append(lambda *_: told.set())
+                trio.workers[1].lose(2, "unplugged")
+                assert told.wait(10)
+        return found
+
+    expected = [{f"worker{rank}": (rank, n) for rank in range(3)} for n in range(3)]
+    assert on_each(trio, [0, 1], gather_and_learn) == [expected] * 2
+
+
 def where() -> str:
     """Who runs this?"""
     return current_worker().name

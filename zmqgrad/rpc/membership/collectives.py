@@ -121,6 +121,7 @@ class _Collectives:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._lock = threading.Lock()  # guards all below
+        # Kept when a participant is lost: those that learn of it later count on, and what it sent may arrive.
         self._numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
         self._open: dict[_Key, dict[str, _Contribution]] = {}
         self._replying: dict[_Key, list[InFlightRequest]] = {}
@@ -174,8 +175,6 @@ class _Collectives:
         """Fail the collectives that wait for a lost participant, or whose result it no longer gets."""
         with self._lock:
             failed = [key for key in self._open if peer in key[0]]
-            for ids in [ids for ids in self._numbers if peer in ids]:
-                del self._numbers[ids]  # they have made their last one
         for key in failed:
             names = ", ".join(map(self._worker.membership.name_of, key[0]))
             self._fail(key, self._worker.loss_of(peer, f"a collective of {names}"))
