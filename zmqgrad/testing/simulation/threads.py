@@ -86,8 +86,41 @@ def thread_module(scheduler: Scheduler, process: Any) -> ModuleType:
     """Returns the stand-in for ``_thread`` in ``process``."""
     lock = lock_type(scheduler)
 
+    class ThreadHandle:
+        """What a thread of Python 3.13 or later is joined by; before, a sentinel does that."""
+
+        def __init__(self, ident: int = 0) -> None:
+            self.ident = ident
+            self.alive = lock()
+            if ident:
+                self.alive.acquire()
+
+        def join(self, timeout: float | None = None) -> None:
+            """As of ``_thread._ThreadHandle``."""
+            if self.alive.acquire(timeout=-1 if timeout is None else timeout):
+                self.alive.release()
+
+        def is_done(self) -> bool:
+            """As of ``_thread._ThreadHandle``."""
+            return bool(self.ident) and not self.alive.locked()
+
+        def _set_done(self) -> None:
+            self.alive.release()
+
+    def start_joinable_thread(
+        function: Callable[[], object], handle: ThreadHandle | None = None, daemon: bool = True
+    ) -> ThreadHandle:
+        handle = handle or ThreadHandle()
+        handle.alive.acquire()
+        start_new_thread(function, (), handle=handle)
+        return handle
+
     def start_new_thread(
-        function: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+        function: Callable[..., object],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        handle: ThreadHandle | None = None,
     ) -> int:
         def run() -> None:
             try:
@@ -102,6 +135,9 @@ def thread_module(scheduler: Scheduler, process: Any) -> ModuleType:
         bound = getattr(function, "__self__", None)
         if bound is not None and hasattr(bound, "name"):
             task.name = bound.name
+        if handle is not None:
+            handle.ident = task.number
+            sentinels[task] = [handle.alive]
         scheduler.point("start")
         return task.number
 
@@ -129,6 +165,10 @@ def thread_module(scheduler: Scheduler, process: Any) -> ModuleType:
         get_ident=get_ident,
         get_native_id=get_ident,
         _set_sentinel=set_sentinel,
+        start_joinable_thread=start_joinable_thread,
+        _ThreadHandle=ThreadHandle,
+        _make_thread_handle=ThreadHandle,
+        _get_main_thread_ident=get_ident,
         interrupt_main=_thread.interrupt_main,
     )
     return module
@@ -219,6 +259,8 @@ FORWARDED = (
     "_ExceptHookArgs",
     "ExceptHookArgs",
     "daemon_threads_allowed",
+    "_is_main_interpreter",
+    "_shutdown",
     "stack_size",
 )
 """Names of ``_thread`` that stay as they are: a ``threading.local`` belongs to a real thread."""
