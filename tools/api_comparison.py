@@ -9,7 +9,7 @@ import ast
 import enum
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from inspect import Parameter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -70,7 +70,10 @@ def names_of(module: ModuleType) -> Iterator[str]:
         if isinstance(value, ModuleType):
             if value.__name__.startswith(f"{module.__name__}."):
                 yield name
-        elif (getattr(value, "__module__", None) or _OWN[0]).startswith(_OWN):
+            continue
+        # What Python 3.13 shows for a dict is the module of its type, which says nothing.
+        origin = None if isinstance(value, Collection) else getattr(value, "__module__", None)
+        if (origin or _OWN[0]).startswith(_OWN):
             yield name
 
 

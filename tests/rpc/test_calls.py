@@ -330,6 +330,8 @@ def test_an_exception_keeps_its_type_without_what_cannot_be_sent(
             ask()
 
 
+# Python 3.13 says so when it looks for the notes of one.
+@pytest.mark.filterwarnings("ignore:Exception ignored in PyObject_HasAttrString")
 @pytest.mark.parametrize("kind", [Answer, Frozen, Fixed])
 def test_an_exception_whose_attributes_fail_is_raised_all_the_same(
     pair: Cluster, kind: type[Exception]

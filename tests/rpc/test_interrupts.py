@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -55,7 +56,9 @@ def moments(code: CodeType) -> frozenset[int]:
 
     found, before, last = set(), "", 0
     for instruction in dis.get_instructions(code):
-        if before in ("RESUME", "CALL", "CALL_FUNCTION_EX") and guard(last) == guard(instruction.offset):
+        if before in ("RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX") and guard(last) == guard(
+            instruction.offset
+        ):
             found.add(instruction.offset)
         before, last = instruction.opname, instruction.offset
     return frozenset(found)
@@ -74,26 +77,67 @@ def interrupted(
     """
     left = number
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
+    def reach(code: CodeType, offset: int) -> None:
         nonlocal left
-        if frame.f_globals.get("__name__") not in modules:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode" and left >= 0 and frame.f_lasti in moments(frame.f_code):
+        if left >= 0 and offset in moments(code):
             left -= 1
             if left < 0:
                 raise kind
-        return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
+    if sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 does not tell which handler guards an instruction")
+    stop = (monitor if sys.version_info >= (3, 12) else trace)(modules, reach)
     try:
         call()
     except kind:
         return True
     finally:
-        sys.settrace(before)
+        stop()
     return left < 0  # in a finalizer, where it is only printed
+
+
+Reach: TypeAlias = Callable[[CodeType, int], None]
+
+
+def trace(modules: tuple[str, ...], reach: Reach) -> Callable[[], object]:
+    """Call ``reach`` before each instruction of ``modules`` that this thread executes. What ends that."""
+
+    def on_event(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_globals.get("__name__") not in modules:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            reach(frame.f_code, frame.f_lasti)
+        return on_event
+
+    before = sys.gettrace()
+    sys.settrace(on_event)
+    return lambda: sys.settrace(before)
+
+
+def monitor(modules: tuple[str, ...], reach: Reach) -> Callable[[], object]:
+    """As :func:`trace`, from Python 3.12 on, where that misses the first time that a function runs."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+    tool, me = monitoring.DEBUGGER_ID, threading.get_ident()
+    files = {importlib.import_module(name).__file__ for name in modules}
+
+    def on_instruction(code: CodeType, offset: int) -> object:
+        if code.co_filename not in files:
+            return monitoring.DISABLE
+        if threading.get_ident() == me:
+            reach(code, offset)
+        return None
+
+    monitoring.use_tool_id(tool, __name__)
+    monitoring.register_callback(tool, monitoring.events.INSTRUCTION, on_instruction)
+    monitoring.restart_events()
+    monitoring.set_events(tool, monitoring.events.INSTRUCTION)
+
+    def stop() -> None:
+        monitoring.set_events(tool, 0)
+        monitoring.free_tool_id(tool)
+
+    return stop
 
 
 KINDS = pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
