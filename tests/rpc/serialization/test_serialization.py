@@ -142,6 +142,18 @@ def test_functions_of_all_kinds() -> None:
     assert call(torch.ones(2).add, 1).tolist() == [2, 2]
 
 
+def test_a_local_function_that_its_module_has_by_its_qualified_name_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As for pickle. No peer finds it there: a reference leads from attribute to attribute."""
+
+    def inner(x: int) -> int:
+        return x + 1
+
+    monkeypatch.setitem(globals(), inner.__qualname__, inner)
+    assert call(inner, 1) == 2
+
+
 def test_a_closure_arrives_with_a_state_of_its_own() -> None:
     seen: list[int] = []
 

@@ -26,7 +26,7 @@ def reference_to(function: Any, main_by_reference: bool = True) -> str:
     if type(function) is types.FunctionType:  # most are found in few steps
         home, short = function.__module__, function.__qualname__
         found = getattr(sys.modules.get(home), short, None) if type(home) is str else None
-        if found is function and home not in MAIN_NAMES:
+        if found is function and home not in MAIN_NAMES and "." not in short:
             return f"{home}:{short}"
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     module = getattr(function, "__module__", None)
