@@ -9,7 +9,7 @@ import math
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -305,6 +305,27 @@ def test_a_frame_keeps_the_memory_though_its_tensor_gets_another() -> None:
     ]  # where freed memory would be used again
     assert set(torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).tolist()) == {1.0}
     del others
+
+
+class _Stepped(list[torch.Tensor]):
+    """Tensors that get other memory whenever somebody looks at all of them; new ones get what they had."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for t in super().__iter__():
+            t.data = t.data.clone()
+        self.others = [torch.full((MAX_INLINE_BYTES,), 3.0) for _ in range(20)]
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("count", [2, 9])
+def test_tensors_that_get_other_memory_while_they_are_encoded_keep_their_values(count: int) -> None:
+    """As when another thread steps the parameters that are being sent: bytes of freed memory were sent."""
+    tensors = _Stepped(torch.full((MAX_INLINE_BYTES,), 1.0) for _ in range(count))
+    frames: list[Any] = []
+    encode_tensors(tensors, frames)
+    assert len(frames) == count
+    for frame in frames:
+        assert set(torch.frombuffer(bytearray(frame), dtype=torch.float32).tolist()) == {1.0}
 
 
 def test_a_non_leaf_arrives_as_a_leaf() -> None:

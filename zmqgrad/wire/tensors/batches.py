@@ -15,7 +15,7 @@ import torch
 from zmqgrad.errors import ProtocolError
 from zmqgrad.wire.lazy_frame import Buffer, LazyFrame
 from zmqgrad.wire.messages import TensorBatch
-from zmqgrad.wire.tensors.blobs import Blobs, window
+from zmqgrad.wire.tensors.blobs import Blobs, Place, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
 from zmqgrad.wire.tensors.modes import without_modes
 
@@ -55,13 +55,13 @@ class _OpenBatch:
 
 
 def make_batches(
-    tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]], out: Blobs
+    tensors: Sequence[torch.Tensor], places: Sequence[Place], out: Blobs
 ) -> tuple[list[TensorBatch], list[int]]:
     """Group the small tensors into batches.
 
     Args:
         tensors: contiguous tensors that do not overlap.
-        places: address and size in bytes of each tensor.
+        places: of each tensor.
         out: receives the bytes of the batches.
 
     Returns:
@@ -70,7 +70,7 @@ def make_batches(
     open_batches: dict[tuple[torch.dtype, bool], _OpenBatch] = {}
     full: list[tuple[torch.dtype, bool, _OpenBatch]] = []
     others: list[int] = []
-    for number, (t, (_, size)) in enumerate(zip(tensors, places, strict=True)):
+    for number, (t, (_, _, size)) in enumerate(zip(tensors, places, strict=True)):
         key = dtype, _ = t.dtype, t.requires_grad
         if not 0 < size <= MAX_MEMBER_BYTES or dtype not in _JOINABLE:
             others.append(number)

@@ -24,11 +24,14 @@ MAX_INLINE_BYTES_AMONG_MANY = 256
 ALIGNMENT_BYTES = 64
 """Alignment of blobs that share a frame: enough for every dtype, and one cache line."""
 
+Place = tuple[Any, int, int]
+"""What keeps some memory alive, its address, and its size in bytes."""
+
 _string_at = ctypes.string_at
 
 
-def blob_of(owner: torch.Tensor, address: int, size: int, frames: list[Frame]) -> Blob:
-    """The blob of a message with one tensor: ``size`` bytes at ``address``, of the memory of ``owner``."""
+def blob_of(owner: Any, address: int, size: int, frames: list[Frame]) -> Blob:
+    """The blob of a message with one tensor: ``size`` bytes at ``address``, which ``owner`` keeps alive."""
     if size <= MAX_INLINE_BYTES:
         return Blob(BlobLocation.INLINE, size, _string_at(address, size) if size else b"")
     frames.append(window(owner, address, size))
@@ -52,8 +55,8 @@ class Blobs:
         self._shared_index = -1
         self._shared_size = 0
 
-    def add(self, owner: torch.Tensor, address: int, size: int) -> int:
-        """Add ``size`` bytes at ``address``, of the memory of ``owner``. Returns the index of the blob."""
+    def add(self, owner: Any, address: int, size: int) -> int:
+        """Add ``size`` bytes at ``address``, which ``owner`` keeps alive. Returns the index of the blob."""
         if size <= MAX_INLINE_BYTES:
             data = _string_at(address, size) if size else b""
             if size > self._inline:
@@ -114,13 +117,14 @@ class Blobs:
         return Tensors(tuple(descriptors), tuple(self.blobs), tuple(batches))
 
 
-def window(owner: torch.Tensor, address: int, size: int) -> memoryview:
-    """A view of ``size`` bytes at ``address`` that keeps the memory of ``owner`` alive.
+def window(owner: Any, address: int, size: int) -> memoryview:
+    """A view of ``size`` bytes at ``address``, which keeps ``owner``, and so the bytes, alive.
 
-    Not ``owner``, which may be given other memory before the bytes are sent (``.data``).
+    That is a storage, or a tensor of this library: one of the program may be given other memory before the
+    bytes are sent (``.data``).
     """
     array: Any = (ctypes.c_char * size).from_address(address)
-    array.owner = owner.detach()
+    array.owner = owner
     return memoryview(array).cast("B")
 
 

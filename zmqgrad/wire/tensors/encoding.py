@@ -14,7 +14,7 @@ from zmqgrad.errors import PayloadError
 from zmqgrad.wire.lazy_frame import Frame
 from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
-from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES, Blobs, blob_of
+from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES, Blobs, Place, blob_of
 from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
 from zmqgrad.wire.tensors.dtypes import NAMES
 from zmqgrad.wire.tensors.memory import check_parts, extent, materialized
@@ -88,8 +88,7 @@ def _all_on_host(tensors: Sequence[torch.Tensor], devices: Devices) -> bool:
 def _encode_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: bool = False) -> Tensors:
     """``separate``: a descriptor for each tensor, as each may have another target device."""
     if len(tensors) == 1 and (place := _place(t := tensors[0])) is not None:
-        address, size = place
-        blob = blob_of(t, address, size, frames)
+        blob = blob_of(*place, frames)
         return Tensors(
             (TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, 0, t.requires_grad),), (blob,)
         )
@@ -107,24 +106,25 @@ def _encode_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: 
     )
 
 
-_size_of: Callable[[tuple[int, int]], int] = itemgetter(1)
+_address_of: Callable[[Place], int] = itemgetter(1)
+_size_of: Callable[[Place], int] = itemgetter(2)
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
+def _places(tensors: Sequence[torch.Tensor]) -> list[Place] | None:
     """The place of each tensor; None unless all have one, and do not overlap."""
     places = list(filter(None, map(_place, tensors)))
     if len(places) < len(tensors):
         return None
     end = 0
-    for address, size in sorted(places):
+    for _, address, size in sorted(places, key=_address_of):
         if address < end:
             return None
         end = address + size
     return places
 
 
-def _place(t: torch.Tensor) -> tuple[int, int] | None:
-    """Address and size in bytes of a contiguous tensor in host memory; None for others."""
+def _place(t: torch.Tensor) -> Place | None:
+    """The place of a contiguous tensor in host memory; None for others."""
     if (
         t.is_cpu
         and t.layout is torch.strided
@@ -133,11 +133,17 @@ def _place(t: torch.Tensor) -> tuple[int, int] | None:
         and not (t.is_conj() or t.is_neg() or t._is_zerotensor() or t.is_quantized)
     ):
         size = t.nbytes
-        # As memory.holds(): this is done for each tensor.
-        if not size or t.storage_offset() * t.itemsize + size <= t.untyped_storage().nbytes():
-            address = t.data_ptr()
-            if address or not size:
-                return address, size
+        if not size:
+            return None, 0, 0
+        # As memory.holds(): this is done for each tensor. The address is that of the storage, as another
+        # thread may give the tensor other memory (``.data``) between any two of these lines.
+        storage = t.untyped_storage()
+        start: int = t.storage_offset() * t.itemsize  # type: ignore[assignment]  # never symbolic
+        try:
+            if start + size <= storage.nbytes() and (address := storage.data_ptr()):
+                return storage, address + start, size
+        except RuntimeError:  # the storage of a wrapper has no address
+            return None
     return None
 
 
@@ -146,9 +152,8 @@ def _encode_any(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     return _encode_other(t, out) if place is None else _encode_plain(t, place, out)
 
 
-def _encode_plain(t: torch.Tensor, place: tuple[int, int], out: Blobs) -> TensorDescriptor:
-    address, size = place
-    number = out.add(t, address, size)
+def _encode_plain(t: torch.Tensor, place: Place, out: Blobs) -> TensorDescriptor:
+    number = out.add(*place)
     return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, number, t.requires_grad)
 
 

@@ -65,6 +65,6 @@ class Sharing:
         span = self._spans[id(t)]
         number = self._blobs.get(span)
         if number is None:
-            number = self._blobs[span] = out.add(t, span[0], span[1] - span[0])
+            number = self._blobs[span] = out.add(t.detach(), span[0], span[1] - span[0])
         offset = t.data_ptr() - span[0]
         return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), offset, number, False)
