@@ -33,6 +33,9 @@ from zmqgrad.runtime.blocking import holding
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore, TCPStore
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.shared_memory.arena import Arena, Lease
+from zmqgrad.transport.shared_memory.free_list import FreeList
+from zmqgrad.transport.shared_memory.segment import supported
 
 
 @pytest.fixture
@@ -354,6 +357,30 @@ def test_an_interrupt_at_any_moment_of_sending_drops_no_argument_and_delays_no_s
     assert "shutdown goes on" not in caplog.text
     assert "failed" not in caplog.text
     assert set(used) == {7}
+
+
+@KINDS
+@pytest.mark.skipif(not supported(), reason="this system has no shared memory of this kind")
+def test_an_interrupt_at_any_moment_of_leasing_leaves_the_rest_to_others(kind: type[BaseException]) -> None:
+    """The free range that a block is cut from, or merged with, was lost: as a rule, all of the memory."""
+    arena = Arena(1 << 20)
+
+    def use() -> None:
+        leases = arena.lease(1, [100, 70_000, 100])
+        for lease in (leases[1], leases[0], leases[2]):
+            assert isinstance(lease, Lease)
+            arena.release(1, [lease.number])
+
+    use()
+    number = 0
+    while interrupted(number, (Arena.__module__, FreeList.__module__), use, kind):
+        number += 1
+        arena.forget(1)  # who was to read what was leased
+        whole = arena.lease(2, [1 << 20])
+        assert not isinstance(whole, str), number
+        arena.release(2, [lease.number for lease in whole])
+    assert number > 50
+    arena.close()
 
 
 def in_another_thread(call: Callable[[], Any]) -> Any:

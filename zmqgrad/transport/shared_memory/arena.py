@@ -13,7 +13,6 @@ A block may be leased to several peers. It is free when the last of these leases
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -21,6 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from zmqgrad.transport.local.connection import check_is_of_system
 from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, align_up, block_size
 from zmqgrad.transport.shared_memory.segment import Segment
 
@@ -66,7 +66,7 @@ class Arena:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = threading.RLock()  # guards everything below
-        self._leasing = False
+        self._busy = False  # blocks are being allocated or freed
         self._segments: list[Segment] = []
         self._peers: dict[int, LeaseState] = {}
         self._departed: list[LeaseState] = []  # lost peers with leases in segments that are still mapped
@@ -98,14 +98,19 @@ class Arena:
         """
         try:
             with self._lock:
-                if self._leasing:  # this is a signal handler: see Note [Calls of handlers] in links
+                if self._busy:  # this is a signal handler: see Note [Calls of handlers] in links
                     return "full"
-                self._leasing = True
+                self._busy = True
                 try:
                     return self._lease(peer, sizes, keep)
+                except BaseException as e:
+                    if getattr(e, "errno", None) is None:  # not of the system, which only refuses a segment
+                        self._free_rest()
+                    raise
                 finally:
-                    self._leasing = False
+                    self._busy = False
         except OSError as e:
+            check_is_of_system(e)
             logger.debug("no shared memory for worker %d: %s", peer, e)
             return "no memory"
 
@@ -204,9 +209,32 @@ class Arena:
             state = self._peers.get(peer)
             if state is None:
                 return
-            leases = [lease for n in numbers if (lease := state.leases.pop(n, None)) is not None]
-            self._unknown_releases += len(numbers) - len(leases)
-            self._free(leases)
+            outer, self._busy = self._busy, True
+            try:
+                leases = [lease for n in numbers if (lease := state.leases.pop(n, None)) is not None]
+                self._unknown_releases += len(numbers) - len(leases)
+                self._free(leases)
+            except BaseException:
+                for number in numbers:
+                    state.leases.pop(number, None)
+                if not outer:  # otherwise a signal handler has interrupted what is half done
+                    self._free_rest()
+                raise
+            finally:
+                self._busy = outer
+
+    def _free_rest(self) -> None:
+        """Free all that has no lease: Ctrl-C came while blocks were allocated or freed.
+
+        Called with the lock held.
+        """
+        leases = [x for s in (*self._peers.values(), *self._departed) for x in s.leases.values()]
+        places = Counter([(lease.segment.id, lease.offset) for lease in leases])
+        self._more = Counter({place: count - 1 for place, count in places.items() if count > 1})
+        for segment in self._segments:
+            segment.free_list.keep_only((x.offset, x.size) for x in leases if x.segment is segment)
+        self.frees += 1
+        self._freed.notify_all()
 
     def _new_segment(self, needed: int) -> Segment | None:
         """Add a segment with room for ``needed`` bytes; None beyond the limit.
@@ -225,9 +253,11 @@ class Arena:
         if least > SEGMENT_BYTES or left <= SINGLE_SEGMENT_FACTOR * SEGMENT_BYTES:
             sizes.insert(0, left)  # of several segments, none might have room for a block within the limit
         for size in sizes[:-1]:
-            with contextlib.suppress(OSError):
+            try:
                 self._segments.append(Segment(size))
                 break
+            except OSError as e:
+                check_is_of_system(e)
         else:
             self._segments.append(Segment(sizes[-1]))
         return self._segments[-1]

@@ -8,6 +8,7 @@ a segment, which is its largest free range, is touched last. Adjacent free range
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 ALIGNMENT = 64
 """Blocks begin at multiples of this many bytes: a cache line, and enough for every dtype."""
@@ -40,13 +41,23 @@ class FreeList:
     def __init__(self, size: int) -> None:
         self.size = size // ALIGNMENT * ALIGNMENT
         self.high_water = 0
-        self.used = 0
-        self._blocks: dict[int, int] = {}  # offset -> size of each block
-        self._by_size: list[tuple[int, int]] = []  # (size, offset) of each free range, sorted
-        self._by_start: dict[int, int] = {}  # offset -> size of each free range
-        self._by_end: dict[int, int] = {}  # end -> offset of each free range
-        if self.size:
-            self._add(0, self.size)
+        self.used: int
+        self._blocks: dict[int, int]  # offset -> size of each block
+        self._by_size: list[tuple[int, int]]  # (size, offset) of each free range, sorted
+        self._by_start: dict[int, int]  # offset -> size of each free range
+        self._by_end: dict[int, int]  # end -> offset of each free range
+        self.keep_only(())
+
+    def keep_only(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Allocate these ``blocks``, offset and size of each, and free all else, whatever was half done."""
+        self._blocks = {offset: block_size(size) for offset, size in blocks}
+        self.used = sum(self._blocks.values())
+        self._by_size, self._by_start, self._by_end = [], {}, {}
+        end = 0
+        for offset, size in [*sorted(self._blocks.items()), (self.size, 0)]:
+            if offset > end:
+                self._add(end, offset - end)
+            end = offset + size
 
     def allocate(self, size: int) -> int | None:
         """Return the offset of a new block of at least ``size`` bytes, or None if no free range fits."""
