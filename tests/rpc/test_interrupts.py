@@ -36,6 +36,8 @@ from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.shared_memory.arena import Arena, Lease
 from zmqgrad.transport.shared_memory.free_list import FreeList
 from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.settings import ArenaSettings
+from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 
 
 @pytest.fixture
@@ -381,6 +383,22 @@ def test_an_interrupt_at_any_moment_of_leasing_leaves_the_rest_to_others(kind: t
         arena.release(2, [lease.number for lease in whole])
     assert number > 50
     arena.close()
+
+
+@pytest.mark.skipif(not supported(), reason="this system has no shared memory of this kind")
+def test_an_interrupt_of_preparing_a_message_leaves_no_block_to_a_peer_that_never_hears_of_it() -> None:
+    transport = SharedMemoryTransport("worker0", ArenaSettings(64 << 20), lambda peer, message: None)
+    frames = [bytes(100_000), bytes(200_000)]
+
+    moments = 0
+    while interrupted(
+        moments, (SharedMemoryTransport.__module__,), lambda: transport.prepare(1, True, frames)
+    ):
+        moments += 1
+    assert moments > 20
+    # The last was not interrupted. At three moments a function returns the leases, which nobody knows then.
+    assert transport.statistics()["blocks_leased"] <= (1 + 3) * len(frames)
+    transport.close()
 
 
 def in_another_thread(call: Callable[[], Any]) -> Any:

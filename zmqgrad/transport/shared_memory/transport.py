@@ -108,20 +108,23 @@ class SharedMemoryTransport:
         total = sum(sizes)
         if total >= self._threshold:
             buffers, slices = plan(sizes)
+            leases = None
             try:
                 leases = self._lease(peer, local, buffers, slices, frames)
+                if leases is not None:
+                    placed: list[FrameBuffer] = []
+                    offers: dict[int, Offer] = {}
+                    for number, segment, offset, size in leases:
+                        placed.append(FrameBuffer(segment.id, number, offset, size))
+                        offers[segment.id] = Offer(segment.id, partial(self._describe, peer, segment))
+                    manifest = Manifest(tuple(placed), slices, released)
+                    with self._counting:
+                        self.bytes_out += total
+                    return PreparedFrames(manifest, (), tuple(offers.values()))
             except BaseException:
                 self._mapped_blocks.restore_releases(peer, released)
+                self._arena.release(peer, [lease.number for lease in leases or ()])
                 raise
-            if leases is not None:
-                placed: list[FrameBuffer] = []
-                offers: dict[int, Offer] = {}
-                for number, segment, offset, size in leases:
-                    placed.append(FrameBuffer(segment.id, number, offset, size))
-                    offers[segment.id] = Offer(segment.id, partial(self._describe, peer, segment))
-                with self._counting:
-                    self.bytes_out += total
-                return PreparedFrames(Manifest(tuple(placed), slices, released), (), tuple(offers.values()))
         return pack_for_socket(frames, sizes, released)
 
     def _prepare_shared(
@@ -261,12 +264,12 @@ class SharedMemoryTransport:
             for part, frame in zip(slices, frames, strict=True):
                 lease = result[part.buffer]
                 lease.segment.write(lease.offset + part.offset, frame, self._copy)
+            arena.written(result)
+            self._trim_job.schedule(TRIM_SECONDS)
         except BaseException:  # including Ctrl-C, as large copies take long
             arena.written(result)
             arena.release(peer, [lease.number for lease in result])
             raise
-        arena.written(result)
-        self._trim_job.schedule(TRIM_SECONDS)
         return result
 
     def _describe(self, peer: int, segment: Segment) -> tuple[bytes, int]:
