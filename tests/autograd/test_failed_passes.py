@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -227,3 +229,26 @@ def partly(x: Tensor) -> Tensor:
     y: Tensor = rpc.rpc_sync(2, runs, (x, "long"))
     LOSSES.append(y.sum())
     return y
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_program_in_a_hook_makes_no_cycle(kind: type[BaseException], c: Cluster) -> None:
+    """A program that catches it had the tensors of the graph until the next collection."""
+
+    class Hook:
+        def __call__(self, _: Tensor) -> None:
+            raise kind
+
+    def fail() -> weakref.ref[Hook]:
+        hook = Hook()
+        y = torch.ones(3, requires_grad=True) * 2
+        y.register_hook(hook)
+        with context() as context_id, pytest.raises(kind):
+            backward(context_id, [y.sum()])
+        return weakref.ref(hook)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()

@@ -21,7 +21,8 @@ from tests.support.waiting import eventually
 from tests.support.workers import WAIT, two_workers
 from tools.ports import free_port
 from zmqgrad import rpc
-from zmqgrad.autograd import context
+from zmqgrad.autograd import backward, context
+from zmqgrad.autograd.context import own_context, pass_context
 from zmqgrad.errors import ClosedError, NotInitializedError, UnknownWorkerError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
@@ -531,6 +532,30 @@ def test_an_interrupt_at_any_moment_of_a_context_lets_the_thread_enter_another(
     assert debug_info(pair[0])["autograd"]["num_autograd_contexts"] < number / 5, (
         "only some moments of a release"
     )
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_an_interrupt_at_any_moment_of_a_step_leaves_the_modes_of_the_thread(
+    create_graph: bool, pair: list[Worker]
+) -> None:
+    """The thread stayed in the context of the pass, whose graph it kept for ever, or without grad."""
+    x = torch.ones(3, requires_grad=True)
+
+    def run_pass() -> None:
+        backward(context_id, [x.square().sum()], create_graph=create_graph)
+
+    def modes() -> object:
+        return torch.is_grad_enabled(), own_context(), pass_context.get()
+
+    number = 0
+    with context() as context_id:
+        before = modes()
+        while interrupted(
+            number, ("zmqgrad.autograd.engine.step", "zmqgrad.autograd.context"), run_pass, KeyboardInterrupt
+        ):
+            number += 1
+            assert modes() == before
+    assert number > 20
 
 
 class Quiet:

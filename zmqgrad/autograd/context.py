@@ -421,6 +421,8 @@ meanwhile belongs to it; other calls only if it is the active one."""
 
 own_context: Callable[[], Context | None] = _active_context.get
 """Returns the context that the calling thread records for, although that may have been released."""
+set_own_context: Callable[[Context | None], object] = _active_context.set
+"""Sets the context that the calling thread records for; None to record nothing."""
 
 
 def active_context() -> Context | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zmqgrad.autograd.context import ActiveContext, pass_context
+from zmqgrad.autograd.context import own_context, pass_context, set_own_context
 from zmqgrad.autograd.engine.batch import Batch
 from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.engine.termination import ROOTS
@@ -104,12 +104,12 @@ class BackwardStep:
     def _carry_out(self, action: Callable[[], object]) -> None:
         error: BaseException | None = None
         context, create_graph = self._pass.context, self._pass.options.create_graph
-        # Calls of hooks and backward functions belong to the graph of the pass as well, on every worker.
-        recording = ActiveContext(context) if create_graph else None
-        computing, grad_mode = pass_context.set(context), torch.is_grad_enabled()
-        if recording is not None:
-            recording.__enter__()
+        computing, grad_mode = pass_context.get(), torch.is_grad_enabled()
+        recording = own_context() if create_graph else None
         try:
+            pass_context.set(context)
+            if create_graph:  # calls of hooks and backward functions are part of the graph, on every worker
+                set_own_context(context)
             set_grad_mode(create_graph)  # in which the engine runs hooks
             if action() is False or self._pass.abandoned or self._send_all():
                 return
@@ -117,13 +117,20 @@ class BackwardStep:
             error = e
             self._pass.abandon()
         finally:
-            if recording is not None:
-                recording.__exit__()
-            set_grad_mode(grad_mode)
-            pass_context.reset(computing)
-        self._participant.report(self._root, self._pass_id, self._report(error), self._channel)
-        if error is not None and not isinstance(error, Exception):
-            raise error  # a hook that calls sys.exit() has not left the coordinator waiting
+            try:  # Ctrl-C may come behind each of these
+                set_grad_mode(grad_mode)
+            finally:
+                try:
+                    pass_context.set(computing)
+                finally:
+                    if create_graph:
+                        set_own_context(recording)
+        try:
+            self._participant.report(self._root, self._pass_id, self._report(error), self._channel)
+            if error is not None and not isinstance(error, Exception):
+                raise error  # a hook that calls sys.exit() has not left the coordinator waiting
+        finally:
+            del error  # its traceback refers to this frame: avoid a reference cycle
 
     def run(self) -> bool:
         """Handle what the queue of the pass holds, until it is empty or the gradients have to be sent.
