@@ -40,6 +40,10 @@ from zmqgrad.transport.shared_memory.segment import supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Python 3.10 does not tell which handler guards an instruction"
+)
+
 
 @pytest.fixture
 def pair() -> Iterator[list[Worker]]:
@@ -90,8 +94,6 @@ def interrupted(
             if left < 0:
                 raise kind
 
-    if sys.version_info < (3, 11):
-        pytest.skip("Python 3.10 does not tell which handler guards an instruction")
     stop = (monitor if sys.version_info >= (3, 12) else trace)(modules, reach)
     try:
         call()
