@@ -30,7 +30,7 @@ def main(rank, when):
         multiprocessing.util.Finalize(None, rpc.shutdown, exitpriority=0)
     if rank == 0:  # it serves the store, and ends while worker1 still calls it
         tell = lambda: open("exiting", "w").close()
-        if multiprocessing.parent_process() is None:
+        if multiprocessing.parent_process() is None or sys.version_info >= (3, 13):  # which ends all alike
             atexit.register(tell)
         else:
             multiprocessing.util.Finalize(None, tell, exitpriority=1)
@@ -62,6 +62,9 @@ def run(directory: Path, method: str, when: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.skipif(
+    (3, 12, 0) <= sys.version_info < (3, 12, 2), reason="starts no thread once the main thread has ended"
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_shutdown_may_be_an_exit_function(tmp_path: Path, when: str) -> None:
     os.mkfifo(tmp_path / "exiting")

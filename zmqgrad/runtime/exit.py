@@ -1,11 +1,12 @@
 """Exit functions: what runs when a process ends, after the functions that the program has registered.
 
-Note [Exit of children]: how a process of multiprocessing ends depends on how it was started. A spawned child
-runs multiprocessing's finalizers, and later, as every interpreter, the functions of ``atexit``. A forked one
-ends by ``os._exit``: before Python 3.13 it runs only the finalizers; since then also the functions of
-``atexit`` that were registered in the child, as it forgets its parent's. So a finalizer is right only where
-no function of ``atexit`` follows it: a program that calls, say, ``rpc.shutdown`` there would find everything
-closed.
+Note [Exit of children]: a process of multiprocessing runs multiprocessing's finalizers, and functions of
+``atexit``. A program may have registered, say, ``rpc.shutdown`` among either, which would find everything
+closed if ours came first. So ours belongs to those that run last:
+
+- A spawned child of Python before 3.13 runs the finalizers when its target has returned, and the functions of
+  ``atexit`` later, as every interpreter. A forked one ends by ``os._exit``, and runs the finalizers only.
+- Since 3.13 each child runs the finalizers in a function of ``atexit`` that was registered before all others.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import multiprocessing.util
-import os
 import sys
 from collections.abc import Callable
 
-_CHILDREN_RUN_ATEXIT = sys.version_info >= (3, 13)
+_FINALIZERS_RUN_LAST = sys.version_info >= (3, 13)
 
 
 def run_at_exit(function: Callable[[], None]) -> Callable[[], None]:
@@ -31,24 +31,23 @@ def run_at_exit(function: Callable[[], None]) -> Callable[[], None]:
     Returns:
         ``function``.
     """
-    registered_in = os.getpid()
-
-    def in_child(_: object) -> None:
-        """Called when a child of multiprocessing begins, before it runs anything of the program."""
-        if not _CHILDREN_RUN_ATEXIT:
-            _finalize_in_fork(function)
-        elif os.getpid() != registered_in:  # a fork
-            atexit.register(function)
-
     atexit.register(function)
-    if not _CHILDREN_RUN_ATEXIT:
-        _finalize_in_fork(function)
+
+    def in_child(_: object = None) -> None:
+        """Called when a child of multiprocessing begins, before it runs anything of the program."""
+        forked = multiprocessing.get_start_method(allow_none=True) in ("fork", "forkserver")
+        if _is_child() and (forked or _FINALIZERS_RUN_LAST):
+            atexit.unregister(function)
+            multiprocessing.util.Finalize(None, function, exitpriority=0)
+
+    in_child()
     multiprocessing.util.register_after_fork(function, in_child)
     return function
 
 
-def _finalize_in_fork(function: Callable[[], None]) -> None:
-    """Make ``function`` a finalizer of multiprocessing if this is a forked child of it."""
-    forked = multiprocessing.get_start_method(allow_none=True) in ("fork", "forkserver")
-    if forked and multiprocessing.parent_process() is not None:
-        multiprocessing.util.Finalize(None, function, exitpriority=0)
+def _is_child() -> bool:
+    """Whether multiprocessing has started this process."""
+    if multiprocessing.parent_process() is not None:
+        return True
+    # A spawned one imports the modules of its target before it knows its parent.
+    return _FINALIZERS_RUN_LAST and getattr(multiprocessing.current_process(), "_inheriting", False)

@@ -22,6 +22,7 @@ from typing import Protocol
 from zmqgrad.errors import ClosedError
 from zmqgrad.runtime.blocking import blocking_section, set_pool, thread_state
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.late_threads import are_scarce, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -206,9 +207,8 @@ class ThreadPool:
     def _spawn(self) -> None:
         """Starts a thread for one promised task. Called with the lock held."""
         self._started += 1
-        thread = threading.Thread(target=self._work, name=f"{self._name}-engine-{self._started}", daemon=True)
         try:
-            thread.start()
+            thread = start_thread(self._work, f"{self._name}-engine-{self._started}")
         except RuntimeError:  # the system refuses to start more threads
             if not self._live:
                 raise
@@ -241,12 +241,13 @@ class ThreadPool:
         """Decides after a task whether the thread waits for another one. If not, the thread has retired."""
         with self._lock:
             self._finished += 1
-            if self._closed or self._live - self._followers - self._blocked > self._size:
+            is_one_too_many = self._live - self._followers - self._blocked > self._size
+            if self._closed or (is_one_too_many and not are_scarce()):
                 self._retire()
                 return False
             if self._backlog:
                 self._backlog -= 1
-            elif self._idle >= self._size:
+            elif self._idle >= self._size and not are_scarce():
                 self._retire()
                 return False
             else:

@@ -23,6 +23,7 @@ import zmq
 from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError, ZmqgradError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
+from zmqgrad.runtime.late_threads import start_thread
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
@@ -545,8 +546,7 @@ class ZmqMailbox(Mailbox):
             self._links.shut(link)  # a send that raced with close may have connected
         # term() has no timeout, and would wait for a socket that was left open.
         if self._ending is None:
-            self._ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
-            self._ending.start()
+            self._ending = start_thread(self._context.term, f"{self._name}-term")
         self._ending.join(deadline.timeout())
         return [self._ending.name] if self._ending.is_alive() else []
 

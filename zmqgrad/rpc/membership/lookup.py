@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.late_threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,9 @@ class Lookup:
             if promise is None:
                 promise = self._next = Promise()
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()  # if there can be none now, the next call starts it
-                self._thread = thread
+                self._thread = start_thread(
+                    self._run, self._name
+                )  # if there can be none now, the next call does
         return promise.wait_done(seconds)
 
     def _run(self) -> None:
