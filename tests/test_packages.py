@@ -64,7 +64,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(target)
+        archive.extractall(target, filter="data")
     return target / f"zmqgrad-{__version__}"
 
 

@@ -44,8 +44,11 @@ TESTS = (
     "tests/test_interop.py",
     "tests/test_torch_reexports.py",
     "tests/cli/test_run_options.py",
+    "tests/simulation/test_scheduler.py",
+    "tests/simulation/test_simulate.py",
+    "tests/rpc/test_interrupts.py",
 )
-"""The tests that depend most on torch, in a few minutes."""
+"""The tests that depend most on torch and on the interpreter, in a few minutes."""
 
 FREE_THREADED = (
     "## Free-threaded Python",

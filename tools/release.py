@@ -88,7 +88,7 @@ def build(directory: Path) -> list[Path]:
     archive = directory / "source.tar"
     run("archive of the last commit", ["git", "archive", f"--output={archive}", "HEAD"], ROOT)
     with tarfile.open(archive) as tar:
-        tar.extractall(source)
+        tar.extractall(source, filter="data")
     urls = project_urls((source / "pyproject.toml").read_text())
     if not urls:
         print("note  pyproject.toml has no [project.urls]: the README of the index has no links to pages")

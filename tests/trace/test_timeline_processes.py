@@ -58,10 +58,11 @@ def test_a_timeline_joins_a_profile_and_a_graph_names_the_unused_send(tmp_path: 
     check(events)
 
     profiled = list(profile_events(timeline, job, path))
-    ranges = [e for e in profiled if e["name"] == "rpc_sync#double(worker0 -> worker1)"]
+    named = [e for e in profiled if e["name"] == "rpc_sync#double(worker0 -> worker1)"]
+    ranges = sorted(named, key=lambda e: e["ts"])
     calls = [e for e in events if e["ph"] == "b" and e["name"] == f"call {__name__}:double"]
     own = timeline.pids[id(job.workers()[0].process)]
-    sent = [e["ts"] for e in calls if e["pid"] == own][:CALLS]
+    sent = sorted(e["ts"] for e in calls if e["pid"] == own)[:CALLS]  # events are in order of arrival
     assert len(ranges) == len(sent) == CALLS
     # By one shift of that clock, each call was sent within the range that the profiler recorded of it.
     earliest = max(r["ts"] - s for r, s in zip(ranges, sent, strict=True))
