@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dis
+import gc
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -32,13 +34,17 @@ from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import holding
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.finalizers import Notes
 from zmqgrad.store import HashStore, PrefixStore, TCPStore
+from zmqgrad.transport.local.listener import LocalListener
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.shared_memory.arena import Arena, Lease
 from zmqgrad.transport.shared_memory.free_list import FreeList
-from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
+from zmqgrad.transport.shared_memory.segment import Segment, supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
+from zmqgrad.wire.messages import ArenaOffer
 
 pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="Python 3.10 does not tell which handler guards an instruction"
@@ -173,6 +179,26 @@ def test_an_interrupt_at_any_moment_loses_no_reply_channel(
     for worker in pair:
         worker.close("the test is over")
         assert worker.join(Deadline.after(WAIT)) == []
+
+
+@pytest.mark.open_outcomes  # of calls that were interrupted before anything knew of them
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_alarm_at_any_moment_of_making_a_reply_channel_reaches_its_caller(pair: list[Worker]) -> None:
+    """It was taken for an error of the system: the call went on without a channel, or was a KeyError."""
+    reached = hits = 0
+
+    def call() -> None:
+        nonlocal reached
+        try:
+            rpc.rpc_sync(1, len, args=("abc",), timeout=WAIT)
+        except TimeoutError:
+            reached += 1
+            raise
+
+    for number in range(120):  # each is left with the channel that it interrupts
+        hits += interrupted(number, (*MODULES, LocalListener.__module__), call, TimeoutError)
+    assert hits > 30
+    assert reached > 0.8 * hits  # some are raised in finalizers
 
 
 def test_a_call_of_a_signal_handler_that_fails_does_not_end_the_call_that_it_interrupts(
@@ -404,6 +430,30 @@ def test_an_interrupt_of_preparing_a_message_leaves_no_block_to_a_peer_that_neve
     transport.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_alarm_at_any_moment_of_mapping_does_not_end_the_link() -> None:
+    """It was taken for an error of the system: the segment could not be mapped, so its owner was lost."""
+    segment = Segment(1 << 20)
+    offer, number = ArenaOffer(segment.id, segment.size), 0
+
+    def map_segment() -> None:
+        blocks = MappedBlocks(lambda: Notes(int))
+        try:
+            blocks.map(1, offer, fd)
+        finally:
+            blocks.close()
+
+    fd = segment.open_for_reader(1)
+    while interrupted(number, (MappedBlocks.__module__, Segment.__module__), map_segment, TimeoutError):
+        number += 1
+        gc.collect()  # what was made in part
+        with suppress(OSError):  # as a rule it is closed; unless nothing owned it yet
+            os.close(fd)
+        fd = segment.open_for_reader(1)
+    assert number > 10
+    segment.close()
+
+
 def in_another_thread(call: Callable[[], Any]) -> Any:
     """Return what ``call`` returns in a thread, which must not have to wait for this one."""
     found: list[Any] = []
@@ -558,6 +608,25 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_the_modes_of_the_thread(
             number += 1
             assert modes() == before
     assert number > 20
+
+
+class Alarm(TimeoutError):
+    """What the handler of SIGALRM raises."""
+
+
+def test_an_alarm_at_any_moment_of_received_gradients_ends_the_pass_at_once(pair: list[Worker]) -> None:
+    """Nobody heard of it if it came before the step knew what it handles: the pass waited for its timeout."""
+    x = torch.ones(3, requires_grad=True)
+    y = torch.ones(3, requires_grad=True)
+    hits = 0
+    with context() as context_id:
+        loss = (rpc.rpc_sync(1, torch.neg, args=(x,)) * rpc.rpc_sync(1, torch.neg, args=(y,))).sum()
+        run_pass = partial(backward, context_id, [loss], retain_graph=True)
+        run_pass()
+        modules = "zmqgrad.autograd.engine.step", "zmqgrad.autograd.engine.work_queue"
+        for number in range(150):
+            hits += interrupted(number, modules, run_pass, Alarm)  # an RpcTimeoutError is none
+    assert hits > 50
 
 
 class Quiet:

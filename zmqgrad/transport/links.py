@@ -293,6 +293,7 @@ class Links:
                 waits=0 if number or continued else waits,  # there is another way; nobody must wait meanwhile
             )
         except OSError as e:
+            local.check_is_of_system(e)
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
                 raise TransportError(f"cannot connect to worker {link.peer} at {endpoint}: {e}") from e
             logger.debug("%s: nothing listens at %s: %s", self._name, endpoint, e)

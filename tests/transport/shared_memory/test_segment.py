@@ -194,6 +194,18 @@ def test_memory_that_could_shrink_is_refused() -> None:
     assert descriptors() == before
 
 
+def test_memory_that_cannot_be_read_is_refused() -> None:
+    """Its first block raised an error of the system, in whatever thread read it."""
+    before = descriptors()
+    segment = Segment(SIZE)
+    descriptor = os.open(f"/proc/self/fd/{segment._descriptor}", os.O_WRONLY | os.O_CLOEXEC)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        MappedSegment(descriptor, SIZE)
+    segment.close()
+    del segment
+    assert descriptors() == before
+
+
 def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(write)

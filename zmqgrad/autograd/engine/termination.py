@@ -70,7 +70,7 @@ class TerminationDetector:
         """
         outstanding, reported_early, reporter = self._outstanding, self._reported_early, waiting.worker
         with self._lock:
-            is_new = False
+            is_new = error is not None and not requests  # what was taken, nobody knows: a signal came
             for request in requests:
                 if request not in self._handled:
                     is_new = True

@@ -31,7 +31,7 @@ from zmqgrad.runtime.polling import SPENT, Wakeup, to_milliseconds
 from zmqgrad.runtime.spinning import SpinBudget, Spinner
 from zmqgrad.transport import base
 from zmqgrad.transport.base import Inbound
-from zmqgrad.transport.local.connection import LocalConnection
+from zmqgrad.transport.local.connection import LocalConnection, check_is_of_system
 from zmqgrad.transport.local.listener import Arrival, LocalListener
 
 logger = logging.getLogger(__name__)
@@ -238,6 +238,7 @@ class ReplyChannels:
         try:
             channel = ReplyChannel(next(n for n in self._numbers if n not in used), self)
         except OSError as e:
+            check_is_of_system(e)
             logger.debug("no more reply channels: %s", e)
             return False
         deque(map(list.append, (self._all, self._free), (channel, channel)), maxlen=0)  # in one call

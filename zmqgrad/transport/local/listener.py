@@ -237,6 +237,8 @@ class LocalListener:
         except BlockingIOError:
             return
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+            if isinstance(e, OSError):
+                check_is_of_system(e)
             logger.debug("%s: a connection has failed at its first packet: %s", self.endpoint, e)
         if hello is not None and hello.number:
             # Behind those accepted before, however their events are ordered: one of them may come before it.
@@ -275,11 +277,13 @@ class LocalListener:
 
     def _welcome(self, connection: LocalConnection) -> None:
         """Begins to read ``connection``."""
-        self.connections[connection.fd] = connection
         self._poll.register(connection.fd, select.POLLIN)
+        self.connections[connection.fd] = connection
         try:
             connection.welcome()
-        except OSError as e:  # what it has sent is to be read nevertheless
+        except OSError as e:
+            check_is_of_system(e)
+            # What it has sent is to be read nevertheless.
             logger.debug("%s: a peer left before it was accepted: %s", self.endpoint, e)
 
     def _is_for_us(self, hello: Hello) -> bool:
@@ -304,6 +308,7 @@ class LocalListener:
         try:
             accepted, _ = self._listening.accept()
         except OSError as e:
+            check_is_of_system(e)
             self._pause_without_descriptor(e, self._listening.fileno())
             logger.debug("%s: nothing accepted: %s", self.endpoint, e)
             return False
@@ -312,8 +317,8 @@ class LocalListener:
             accepted.close()
             return True
         accepted.setblocking(False)
-        self._handshaking[accepted.fileno()] = accepted
         self._poll.register(accepted.fileno(), select.POLLIN)
+        self._handshaking[accepted.fileno()] = accepted  # last: what is known can be unregistered
         surplus = self._strangers.add(accepted, process_of(accepted))
         if surplus is not None:
             self._close_silent(surplus)

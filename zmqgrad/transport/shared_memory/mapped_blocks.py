@@ -16,6 +16,7 @@ from typing import Any
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.finalizers import Notes
 from zmqgrad.transport.base import Buffer, no_memory
+from zmqgrad.transport.local.connection import check_is_of_system
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
 from zmqgrad.transport.shared_memory.segment import MappedSegment
@@ -125,6 +126,8 @@ class MappedBlocks:
             try:
                 mapped = MappedSegment(fd, offer.size)
             except (OSError, ValueError, OverflowError) as e:
+                if isinstance(e, OSError):
+                    check_is_of_system(e)
                 raise ProtocolError(f"shared memory of worker {peer} cannot be mapped: {e}") from e
             released = self._released.setdefault(peer, self._notes())
             self._segments[peer, offer.segment] = _PeerSegment(mapped, released)

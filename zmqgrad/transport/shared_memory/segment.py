@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from zmqgrad.transport.local.connection import check_is_of_system
 from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, FreeList, align_up
 from zmqgrad.wire.lazy_frame import Frame
 
@@ -172,12 +174,15 @@ class MappedSegment:
         self.size = size
         self._descriptor = -1
         try:
-            stat = os.fstat(fd)
-            if stat.st_size != size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError(f"the memory has {stat.st_size} bytes (expected {size}), or may shrink")
+            stat, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if stat.st_size != size or not seals & fcntl.F_SEAL_SHRINK:
+                text = f"the memory has {stat.st_size} bytes (expected {size}), or may shrink"
+                raise OSError(errno.EBADMSG, text)
+            os.preadv(fd, [bytearray(1)], 0)  # where it is not mapped, it is read
             try:
                 self._map: mmap.mmap | None = mmap.mmap(fd, size)  # keeps the lock
             except OSError as e:
+                check_is_of_system(e)
                 text = "a segment of %d bytes cannot be mapped, so its blocks are copied: %s"
                 logger.warning(text, size, str(e))
                 self._map = None
