@@ -369,6 +369,20 @@ def test_a_chunk_of_nothing_costs_a_counter(office: Office) -> None:
     assert b.mailbox.statistics()["malformed"] == 2
 
 
+def test_large_messages_within_one_another_cost_a_counter(office: Office) -> None:
+    """So many of them exceeded the stack, which was logged at length and not counted."""
+    a, b = office.pair()
+    content = bytes(encode(Hello("x"), 0, 1, 0))
+    for stream in range(1, 600):
+        a.mailbox.send(1, Chunk(stream, 0, len(content), content), 0)
+        large = LargeMessage(stream, len(content))
+        content = bytes(encode(large, 0, 1, 0))
+    a.mailbox.send(1, large, 0)
+    a.mailbox.send(1, Hello("x"), 1)
+    b.take(1)
+    assert b.mailbox.statistics()["malformed"] == 1
+
+
 # ---- frames that are passed on ---------------------------------------------------------------------------
 
 

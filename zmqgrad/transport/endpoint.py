@@ -302,6 +302,8 @@ class Endpoint:
                     found = Unreceived(e)
             if envelope.type not in PARTIAL_TYPES:
                 return Inbound(envelope, message, found, total, size if size >= MIN_COUNTED_BYTES else 0)
+            if accepted:  # many within one another would exceed the stack
+                raise ProtocolError(f"{type(message).__name__} is the content of another message")
             if isinstance(message, ArenaOffer):
                 self._on_offer(source, message, path)
                 return None
