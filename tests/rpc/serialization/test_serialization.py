@@ -322,6 +322,33 @@ def test_the_argument_that_cannot_be_pickled_is_named() -> None:
         serialize_call(lambda: 1, (1,), {"b": lock}, SerializationContext())
 
 
+def time_out() -> None:
+    """As the handler of SIGALRM, which may run in any function of Python that a pickler calls."""
+    raise TimeoutError("the time is over")
+
+
+class TimesOut:
+    """So it does where it is sent, the first time, and where it is rebuilt."""
+
+    sent = 0
+
+    def __reduce__(self) -> Any:
+        self.sent += 1
+        if self.sent == 1:
+            time_out()
+        return time_out, ()
+
+
+def test_a_timeout_is_neither_lost_nor_taken_for_an_error_of_the_value() -> None:
+    """Sending was tried another way, which succeeded."""
+    value = TimesOut()
+    with pytest.raises(TimeoutError, match="the time is over"):
+        serialize([value])
+    payload = serialize([value]).payload
+    with pytest.raises(TimeoutError, match="the time is over"):
+        deserialize(payload, [], [])
+
+
 @torch.jit.script
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return x + 1

@@ -100,7 +100,7 @@ def _unpickle(
     try:
         value = unpickler.load()
         complete = True
-    except (ProtocolError, PayloadError, FunctionNotFoundError):
+    except (ProtocolError, PayloadError, FunctionNotFoundError, TimeoutError):  # as in the serializer
         raise
     except (AttributeError, ModuleNotFoundError) as e:
         raise FunctionNotFoundError(

@@ -159,7 +159,7 @@ def _serialize_pickle(
     """Pickle ``value``; ``arguments`` returns its parts by name, for the error message."""
     try:
         return _pickle(value, context)
-    except PeerLostError:
+    except (PeerLostError, TimeoutError):  # the latter of a signal handler, as a rule
         raise
     except Exception as e:
         if not context.main_by_reference:  # what cannot be sent may be code that the peer has
