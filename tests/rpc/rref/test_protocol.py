@@ -345,3 +345,14 @@ def test_a_child_sent_to_a_lost_worker_keeps_its_parent_until_grandchildren_have
     user.lose(2)
     assert len(user) == 1
     assert user.expire(2) == [SendDelete(OWNER, VALUE, 1)]
+
+
+def test_a_parent_is_told_of_a_child_that_has_lost_the_owner_once_grandchildren_have_registered() -> None:
+    """0 -> 1 -> 2 -> 3: worker 2 loses the owner, which lives on for the others."""
+    user = UserForks()
+    user.import_fork(VALUE, 2, OWNER, parent=1)
+    user.fork(2, 3, holder=3)
+    user.lose(OWNER)
+    assert not user.holds(2)
+    assert user.expire(OWNER) == [SendChildAccept(1, VALUE, 2)]
+    assert user.expire(OWNER) == []

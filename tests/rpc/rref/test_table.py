@@ -393,6 +393,22 @@ def test_a_reference_to_what_the_lost_should_have_made(trio: Cluster) -> None:
     assert_nothing_left(trio)  # though nobody will ever confirm the forks that were made for it
 
 
+@pytest.mark.parametrize("when", ["before", "unconfirmed"])
+def test_a_value_goes_though_one_that_got_a_reference_has_lost_its_owner(trio: Cluster, when: str) -> None:
+    """The owner lives on for the worker that has sent the reference, and waited for it to be registered."""
+    rref = rpc.remote(1, Value)
+    rref.to_here()
+    with trio.network.drop(MessageType.RREF_FORK_REQUEST):
+        if when == "before":
+            trio.workers[2].lose(1, "unplugged")
+            eventually(lambda: 1 in trio.workers[2].lost)
+        rpc.rpc_sync(2, keep, args=(rref,))
+        trio.workers[2].lose(1, "unplugged")
+        eventually(lambda: 1 in trio.workers[2].lost)
+    del rref
+    assert_nothing_left(trio)
+
+
 def test_a_value_goes_though_its_user_is_lost_before_it_is_told(
     trio: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

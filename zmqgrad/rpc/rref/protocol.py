@@ -20,6 +20,9 @@ that worker knew of them. So its forks, and the forks that were sent to it, stay
 a child of a lost parent if its request arrives within that time, and (R2) holds after it. Without a loss,
 neither depends on any time.
 
+An owner that is lost to one worker may live on for others. It never confirms the forks of that worker any
+more, for which their parents would wait for ever: so :meth:`UserForks.expire` notifies these.
+
 Methods return the effects that the caller must carry out; none of them sends, waits or calls back.
 """
 
@@ -182,6 +185,7 @@ class UserForks:
     def __init__(self) -> None:
         self._forks: dict[int, UserFork] = {}
         self._parents: dict[int, int] = {}  # child fork id -> fork id of ours that it came from
+        self._unconfirmed: dict[int, list[Effect]] = {}  # by lost owner: what the parents of forks wait for
 
     def create(self, rref_id: int, fork_id: int, owner: int) -> None:
         """Add the fork of a value that ``owner`` is requested to create (``remote``); its reply confirms."""
@@ -248,12 +252,18 @@ class UserForks:
         """Drop the forks of values that a lost worker owned."""
         for fork in [f for f in self._forks.values() if f.owner == owner]:
             del self._forks[fork.fork_id]
+            if not fork.confirmed and fork.parent is not None:
+                accept = SendChildAccept(fork.parent, fork.rref_id, fork.fork_id)
+                self._unconfirmed.setdefault(owner, []).append(accept)
             for child in fork.children:
                 self._parents.pop(child, None)
 
     def expire(self, worker: int) -> list[Effect]:
-        """Drop the children sent to a lost worker, once their own children have registered."""
-        effects: list[Effect] = []
+        """Drop the children sent to a lost worker, once their own children have registered.
+
+        And those that came from others, of values that it owned: only their parents still know of them.
+        """
+        effects = self._unconfirmed.pop(worker, [])
         for fork in list(self._forks.values()):
             for child in [c for c, holder in fork.children.items() if holder == worker]:
                 effects += self.child_accepted(child)

@@ -221,10 +221,17 @@ class ReferenceTable:
             else:
                 self._carry_out([SendChildAccept(parent, rref_id, fork_id)])
             return self.make_rref(Handle(self, rref_id, 0, owner, promise, type_name))
-        with self._lock:
-            effects = [] if owner in self._lost else self._user.import_fork(rref_id, fork_id, owner, parent)
-        self._carry_out(effects)
+        self._hold(owner, rref_id, fork_id, parent)
         return self.make_rref(Handle(self, rref_id, fork_id, owner, None, type_name))
+
+    def _hold(self, owner: int, rref_id: int, fork_id: int, parent: int) -> None:
+        """Hold a fork that arrived here; if its owner is lost here, tell its parent that nobody does."""
+        with self._lock:
+            if owner not in self._lost:
+                effects = self._user.import_fork(rref_id, fork_id, owner, parent)
+            else:
+                effects = [SendChildAccept(parent, rref_id, fork_id)]
+        self._carry_out(effects)
 
     def register(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
         """Request the registration of forks that have arrived in a message, which may be read much later.
@@ -234,10 +241,7 @@ class ReferenceTable:
         for owner, rref_id, fork_id, parent in forks:
             # An owner that is unknown here would have to be looked up, for which the reader must not wait.
             if owner != self._worker.id and self._worker.membership.find_known(owner) is not None:
-                with self._lock:
-                    lost = owner in self._lost
-                    effects = [] if lost else self._user.import_fork(rref_id, fork_id, owner, parent)
-                self._carry_out(effects)
+                self._hold(owner, rref_id, fork_id, parent)
 
     def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
         """Release forks that arrived in a message that nobody will read."""
@@ -248,11 +252,7 @@ class ReferenceTable:
                 else:
                     self._carry_out([SendChildAccept(parent, rref_id, fork_id)])
                 continue
-            with self._lock:
-                effects = (
-                    [] if owner in self._lost else self._user.import_fork(rref_id, fork_id, owner, parent)
-                )
-            self._carry_out(effects)
+            self._hold(owner, rref_id, fork_id, parent)
             self.enqueue_release(fork_id)
 
     def unfork(self, owner: int, rref_id: int, fork_id: int) -> None:
