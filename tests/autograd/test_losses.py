@@ -289,8 +289,30 @@ def test_contexts_go_with_the_worker_that_made_them(c3: Cluster) -> None:
     with context():
         rpc.rpc_sync(1, relay, ([2], leaf(1)))
         assert known_by(c3) == [0, 1, 2]
-        c3.workers[1].lose(0, "its process has ended")
-        wait_until_known_by(c3, 0)  # worker 1 has passed it on
+        with c3.network.partition(0):
+            c3.workers[1].lose(0, "its process has ended")
+            wait_until_known_by(c3, 0, 2)
+            c3.workers[2].lose(0, "its process has ended")
+            wait_until_known_by(c3, 0)
+
+
+def test_contexts_stay_where_the_worker_that_made_them_is_not_lost(c3: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        rpc.rpc_sync(1, relay, ([2], leaf(1)))
+        loss = rpc.rpc_sync(2, double, (x,)).sum()
+
+        def sent_by_1() -> int:
+            return sum(each.envelope.source == 1 and each.target == 2 for each in list(c3.network.history))
+
+        before = sent_by_1()
+        c3.workers[1].lose(0, "unplugged")
+        eventually(sent_by_1, lambda count: count > before)
+        wait_until_known_by(c3, 0, 2)
+        c3.network.wait_quiet()
+        backward(ctx, [loss])
+        assert get_gradients(ctx)[x].tolist() == [2.0]
+    wait_until_known_by(c3)
 
 
 def test_a_release_arrives_though_an_intermediate_worker_is_lost(c3: Cluster) -> None:

@@ -5,19 +5,21 @@ theirs. Notifications are sent with a delay, so that they do not slow down the n
 for all contexts that ended meanwhile. Those of passes are sent at once: workers may still be busy with one
 that has failed.
 
-When a worker is lost, the contexts that it created are released. In other contexts the notification may have
-depended on it, so its peers there query the creators, which then notify them directly.
+When a worker is lost, the contexts that it created are released where that is known. It may live on for
+others, so each worker of these contexts queries it. In other contexts the notification may have depended on
+it, so its peers there query the creators, which then notify them directly.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from zmqgrad.autograd.context import Context, Contexts
-from zmqgrad.errors import ClosedError, RpcError, TransportError
+from zmqgrad.errors import ClosedError, RpcError, TransportError, UnknownWorkerError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Promise
@@ -111,33 +113,60 @@ class Releases:
         self._worker.reply(inbound, CleanupAutogradContextResp())  # last: the sender may be lost meanwhile
 
     def peer_lost(self, peer: int, error: BaseException) -> None:
-        """Release the contexts that ``peer`` created; query the creators of those in which it took part."""
+        """Forget the contexts that ``peer`` created; query the creators of those in which it took part."""
         self._contexts.lose(peer)
+        lost: list[int] = []
         queries: dict[int, list[int]] = {}
         for context in self._contexts.live():
             creator, _ = split_id(context.id)
             if creator == peer:
-                self.release(context.id, peer)
+                lost.append(context.id)
             elif creator != self._worker.id and peer in context.peers():
                 queries.setdefault(creator, []).append(context.id)
+        self._abandon(peer, lost)
         for creator, contexts in queries.items():
-            try:
-                self._worker.submit(partial(self._query, creator, contexts))  # it may have to ask the store
-            except ClosedError:
-                logger.debug("the contexts end with this worker")
+            self.query(creator, contexts)
 
-    def _query(self, creator: int, contexts: list[int]) -> None:
+    def _abandon(self, creator: int, contexts: Iterable[int]) -> None:
+        """Forget contexts whose creator is lost here; their other workers are to query it themselves."""
+        queries: dict[int, list[int]] = {}
+        for context in filter(None, map(self._contexts.release, contexts)):
+            for peer in context.peers() - {self._worker.id, creator}:
+                queries.setdefault(peer, []).append(context.id)
+        for peer, shared in queries.items():
+            self._call_soon(peer, query_creator, (creator, shared))
+
+    def query(self, creator: int, contexts: list[int]) -> None:
+        """Release those of ``contexts`` that have ended, when ``creator`` has said so."""
+
         def on_reply(reply: Promise[Inbound]) -> None:
             if reply.exception() is None:
                 for context_id in self._worker.decode(reply.result()):
                     self.release(context_id, creator)
 
+        args = contexts, self._worker.id
+        self._call_soon(creator, which_have_ended, args, on_reply, partial(self._abandon, creator, contexts))
+
+    def _call_soon(
+        self,
+        peer: int,
+        function: Callable[..., object],
+        args: Sequence[Any],
+        on_reply: Callable[[Promise[Inbound]], None] = lambda _: None,
+        on_unknown: Callable[[], None] = lambda: None,
+    ) -> None:
+        def call() -> None:
+            try:
+                self._worker.call(peer, function, args, timeout=0).promise.add_done_callback(on_reply)
+            except UnknownWorkerError:  # it had left before this worker joined
+                on_unknown()
+            except (RpcError, TransportError) as e:
+                logger.debug("cannot query worker %d about contexts: %s", peer, e)
+
         try:
-            call = self._worker.call(creator, which_have_ended, (contexts, self._worker.id), timeout=0)
-        except (RpcError, TransportError) as e:
-            logger.debug("cannot query worker %d about contexts %s: %s", creator, contexts, e)
-        else:
-            call.promise.add_done_callback(on_reply)
+            self._worker.submit(call)  # it may have to ask the store
+        except ClosedError:
+            logger.debug("the contexts end with this worker")
 
     def which_have_ended(self, contexts: list[int], requester: int) -> list[int]:
         """Return those of ``contexts`` that are not known here; later notify ``requester`` of the others."""
@@ -159,3 +188,9 @@ def which_have_ended(contexts: list[int], requester: int) -> list[int]:
     """Return the ended ones of ``contexts``. Runs on the worker that created them."""
     releases: Releases = current_worker().hooks.extensions["autograd"].releases
     return releases.which_have_ended(contexts, requester)
+
+
+def query_creator(creator: int, contexts: list[int]) -> None:
+    """Query who created ``contexts`` which of them have ended. Runs on another worker of these contexts."""
+    releases: Releases = current_worker().hooks.extensions["autograd"].releases
+    releases.query(creator, contexts)
