@@ -252,6 +252,16 @@ def test_a_claim_is_void_once_its_claimer_is_dead_and_the_owner_never_heard(trio
     assert rpc.get_ref("replay").rpc_sync().get_size() == 5
 
 
+def test_a_claimer_that_has_lost_the_owner_takes_its_claim_back(trio: Cluster) -> None:
+    """Both live on for others, to whom the claim looked valid; but nobody was going to declare it ready."""
+    with trio.network.drop(MessageType.REMOTE_CALL), trio.network.drop(MessageType.CALL), trio.acting(1):
+        rpc.remote(2, Replay, name="replay")
+        trio.workers[1].lose(2, "unplugged")
+    eventually(lambda: not trio.workers[0].directory.read("names/replay"))
+    rpc.remote(2, Replay, args=(5,), name="replay")
+    assert rpc.get_ref("replay").rpc_sync().get_size() == 5
+
+
 def test_watchers_hear_what_comes_and_goes(trio: Cluster) -> None:
     heard: SimpleQueue[Any] = SimpleQueue()
     with trio.acting(2):

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from zmqgrad.autograd.context import Context, Contexts
-from zmqgrad.errors import ClosedError, RpcError, TransportError, UnknownWorkerError
+from zmqgrad.errors import RpcError, TransportError, UnknownWorkerError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Promise
@@ -163,10 +163,7 @@ class Releases:
             except (RpcError, TransportError) as e:
                 logger.debug("cannot query worker %d about contexts: %s", peer, e)
 
-        try:
-            self._worker.submit(call)  # it may have to ask the store
-        except ClosedError:
-            logger.debug("the contexts end with this worker")
+        self._worker.submit_if_open(call)  # it may have to ask the store
 
     def which_have_ended(self, contexts: list[int], requester: int) -> list[int]:
         """Return those of ``contexts`` that are not known here; later notify ``requester`` of the others."""

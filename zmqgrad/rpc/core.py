@@ -93,13 +93,14 @@ class WorkerCore(ABC):
 
         For what no event tells: that there is a free descriptor again, or that the store replies.
         """
-        self.timer.call_later(RETRY_SECONDS, partial(self._submit_if_open, task))
+        self.timer.call_later(RETRY_SECONDS, partial(self.submit_if_open, task))
 
-    def _submit_if_open(self, task: Task) -> None:
+    def submit_if_open(self, task: Task) -> None:
+        """Run ``task`` in an engine thread, unless this worker is closed."""
         try:
             self.submit(task)
         except ClosedError:
-            logger.debug("%s is closed: what it would have tried again is dropped", self.name)
+            logger.debug("%s is closed: a task is dropped", self.name)
 
     @abstractmethod
     def _prepare_thread(self) -> None:

@@ -8,12 +8,14 @@
 So a name is refused before a second object exists, and who finds an object becomes its user by a message of
 the owner, as with any RRef: (R1) to (R3) of :mod:`~zmqgrad.rpc.rref.protocol` hold as they do there. The name
 itself keeps the value alive. A claim is void once its owner is dead, or its claimer before the owner
-has declared it ready.
+has declared it ready. A claimer that loses the owner before that takes its claim back: each may live on for
+others, which would wait for a call that has not arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
@@ -23,6 +25,7 @@ from zmqgrad.errors import (
     DuplicateNameError,
     PeerLostError,
     RpcTimeoutError,
+    StoreError,
     UnknownWorkerError,
 )
 from zmqgrad.rpc.calls import PendingCall
@@ -33,6 +36,8 @@ from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.arguments import check_callable
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.future import Promise
+from zmqgrad.transport.base import Inbound
 
 _PREFIX = "names/"
 
@@ -69,13 +74,26 @@ def remote_named(
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     owner = worker.membership.find(to, deadline.timeout()).id
     claim = _Claim(owner, worker.id, worker.ids.next())
+
+    def take_back() -> None:
+        worker.directory.shared().compare_set(key, claim.encode(), b"")
+
+    def take_back_if_possible() -> None:
+        with suppress(StoreError):  # which may have been lost with the owner
+            take_back()
+
+    def on_told(reply: Promise[Inbound]) -> None:
+        if isinstance(reply.exception(), PeerLostError):
+            worker.submit_if_open(take_back_if_possible)
+
     try:
         _take(worker, name, claim, deadline)
         rref = call_remote(worker, owner, function, args, kwargs, timeout)
-        _tell(worker, owner, _keep, name, claim.number, claim.claimer, rref)
+        told = _tell(worker, owner, _keep, name, claim.number, claim.claimer, rref)
     except BaseException:
-        worker.directory.shared().compare_set(key, claim.encode(), b"")
+        take_back()
         raise
+    told.promise.add_done_callback(on_told)
     return rref
 
 
