@@ -67,6 +67,31 @@ def test_a_worker_that_one_alone_has_lost_stays(town: Town, caplog: pytest.LogCa
     assert ids_known_to(a) == [0, 2]
 
 
+def test_a_worker_that_one_alone_has_lost_is_monitored_by_another(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would have told the group of its death."""
+    a, b, c, d = (town.join(name) for name in "abcd")
+    monitored: set[tuple[int, int]] = set()
+    for each in town.groups:
+        own = each.worker.id
+        monkeypatch.setattr(
+            each.worker.mailbox, "monitor", lambda peer, own=own: monitored.add((own, peer)), raising=False
+        )
+    b.worker.lose(2, "it refuses connections")
+    eventually(lambda: (0, 2) in monitored)
+    a.worker.lose(2, "it refuses connections")
+    eventually(lambda: (3, 2) in monitored)
+    eventually(lambda: town.store.check(["d/verdict/2/0", "d/verdict/2/1"]))
+    assert ids_known_to(d) == [0, 1, 2, 3]
+    assert ids_known_to(c) == [2, 3]
+    town.kill(b)
+    monitored.clear()
+    d.worker.lose(1, "it has ended")
+    eventually(lambda: ids_known_to(a), lambda ids: ids == [0, 3])
+    assert (1, 2) not in monitored
+
+
 def test_a_worker_that_does_not_refute_its_loss_is_evicted(town: Town) -> None:
     a, b, c = (town.join(name) for name in "abc")
     town.kill(b)

@@ -5,15 +5,17 @@ a join costs each member a notification that carries the record, a loss also a q
 list is read only when joining, and for workers that are unknown here. A worker that dies cannot announce it,
 so each worker monitors the heartbeat of the one with the next higher id (and of the workers it talks to); the
 first to find another one dead evicts it for all, unless it refutes that
-(:mod:`~zmqgrad.rpc.membership.suspicion`).
+(:mod:`~zmqgrad.rpc.membership.suspicion`). Then nobody monitors it any more, so it asks another one to.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
-from zmqgrad.errors import RpcTimeoutError, StoreError
+from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError, TransportError
+from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.membership.descriptors import reserve_descriptors
 from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
 from zmqgrad.rpc.membership.lookup import Lookup
@@ -70,7 +72,7 @@ class DynamicGroup(Group):
         self._registry.claim_name(self._is_alive)
         try:
             self.store.set_timeout(max(1.0, deadline.left()))  # also if this process is stopped meanwhile
-            self.worker.hooks.peer_lost.append(lambda peer, _: self._evict_later(peer))
+            self.worker.hooks.peer_lost.append(lambda peer, _: self._on_lost(peer))
             self.worker.membership.update_from_store = self._update_from_store
             self.worker.membership.is_current = lambda: self._retry_store.passed()
             self.worker.start(serving=False)  # before it is published, so that no call is refused
@@ -205,6 +207,24 @@ class DynamicGroup(Group):
         if before is not None and before != worker_id:
             self.worker.mailbox.unmonitor(before)  # or all would monitor worker 0, the next of the newest
 
+    def _on_lost(self, peer: int) -> None:
+        self._evict_later(peer)
+        membership, distance = self.worker.membership, self._distance
+        others = [r.id for r in membership.all() if r.id != self.worker.id]
+        if not others or self._leaving:
+            return
+        before = max(others, key=distance)
+        between = [n for n in list(self.worker.lost) if distance(n) > distance(before)]
+        if not self._removed.issuperset(between):
+            self.worker.submit_if_open(partial(self._ask_to_monitor, before))
+
+    def _ask_to_monitor(self, peer: int) -> None:
+        """Have ``peer`` monitor this worker: those between the two are dead, or have lost it."""
+        try:
+            self.worker.call(peer, _monitor, (self.worker.id,), timeout=0)
+        except (RpcError, TransportError) as e:  # it is lost, too: then another one is asked
+            logger.debug("%s cannot ask worker %d to monitor it: %s", self.worker.name, peer, e)
+
     def _evict_later(self, peer: int) -> None:
         """Evict a lost peer, unless it refutes that: only this worker may have lost it."""
         if not self._leaving and peer not in self._removed:
@@ -275,3 +295,8 @@ class DynamicGroup(Group):
             super().close(timeout)
         finally:
             self._lookup.join(Deadline.after(timeout))  # the store that it queries is closed
+
+
+def _monitor(peer: int) -> None:
+    """Runs on the worker that is to monitor ``peer``."""
+    current_worker().mailbox.monitor(peer)
