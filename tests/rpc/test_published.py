@@ -21,6 +21,7 @@ from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import (
     ArgumentTypeError,
+    ClosedError,
     ConfigurationError,
     DuplicateNameError,
     NotInitializedError,
@@ -444,6 +445,20 @@ class LostStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
+
+
+def test_what_has_arrived_is_read_though_its_publisher_is_lost_then(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trio.acting(1):
+        rpc.publish("weights", state(1))
+
+    def ended(peer: int) -> bool:
+        raise ClosedError(f"worker0 sends nothing more to worker {peer}: it was unplugged")
+
+    monkeypatch.setattr(trio.workers[0].mailbox, "is_local", ended)
+    with rpc.subscribe("weights") as weights:
+        assert values(weights.tensors) == {1.0}
 
 
 def test_a_wait_times_out_though_the_store_is_lost(trio: Cluster) -> None:

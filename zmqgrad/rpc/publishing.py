@@ -31,7 +31,7 @@ from zmqgrad.rpc.directory import key_of
 from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.membership.worker_info import check_names
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.relaying import Place, Redirection, Version, offer
+from zmqgrad.rpc.relaying import Place, Redirection, Version, is_local, offer
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import holding
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
@@ -329,7 +329,7 @@ def fetch_version(
         narrow: the parts that a reader of another host wants; None: all.
     """
     worker, request = current_worker(), served()
-    if narrow is not None and request is not None and not worker.mailbox.is_local(request.source):
+    if narrow is not None and request is not None and not is_local(worker, request.source):
         version = worker.shelf.newest(name, newest)
         return None if version is None else _narrowed(version, narrow)
     return offer(name, newest, failed, known)

@@ -288,6 +288,14 @@ class Shelf:
 # ---- what readers call ------------------------------------------------------------------------------------
 
 
+def is_local(worker: Worker, peer: int) -> bool:
+    """Whether ``peer`` is on this host; False if there is no link to it any more, as it is lost."""
+    try:
+        return worker.mailbox.is_local(peer)
+    except TransportError:  # as sending to it will raise
+        return False
+
+
 def offer(key: Key, newest: int, failed: int, known: Collection[int]) -> Version | Redirection | None:
     """Runs on the source: its newest version for the worker that calls.
 
@@ -305,7 +313,7 @@ def offer(key: Key, newest: int, failed: int, known: Collection[int]) -> Version
     if request is None:
         return None
     reader = request.source
-    if reader == worker.id or worker.mailbox.is_local(reader):
+    if reader == worker.id or is_local(worker, reader):
         return shelf.newest(key, newest)
     found = shelf.relay_for(key, newest, reader, failed)
     if found is None:
@@ -366,7 +374,7 @@ def fetch(
             else:
                 if found is not None:
                     return found
-        elif reply is None or reply.narrowed or worker.mailbox.is_local(source):
+        elif reply is None or reply.narrowed or is_local(worker, source):
             return reply
         elif shelf.relay(key, reading, reply, known):  # others of this host wait for it
             return worker.ask(worker.id, relayed, (key, reply.number), deadline.call_timeout())

@@ -23,13 +23,12 @@ from zmqgrad.errors import (
     PeerLostError,
     RpcTimeoutError,
     RRefError,
-    TransportError,
     UnknownWorkerError,
 )
 from zmqgrad.rpc.calls import Description, PendingCall, describe, refused_wait
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.rpc.raising import copy_exception
-from zmqgrad.rpc.relaying import offer_frames, retract
+from zmqgrad.rpc.relaying import is_local, offer_frames, retract
 from zmqgrad.rpc.remote_errors import summarize
 from zmqgrad.rpc.reply_port import ReplyPort
 from zmqgrad.rpc.serialization.context import SerializationContext, SerializedPayload
@@ -95,7 +94,7 @@ class SharedCall:
     def _place(self, ready: Serialized, peer: WorkerRecord) -> Serialized:
         """Members on this host read the same memory. Those of another one get large frames once, and pass
         them on."""
-        here = self._is_local(peer.id)
+        here = is_local(self._worker, peer.id)
         placed = self._placed.get((id(ready), here))
         if placed is not None:
             return placed
@@ -111,17 +110,11 @@ class SharedCall:
         self._placed[id(ready), here] = reference, serialized
         return self._placed[id(ready), here]
 
-    def _is_local(self, peer: int) -> bool:
-        try:
-            return self._worker.mailbox.is_local(peer)
-        except TransportError:  # as sending to it will raise
-            return False
-
     def _has_neighbour(self, peer: WorkerRecord) -> bool:
         """Whether another of the workers is on the host of ``peer``, which is not this one."""
         found = self._worker.membership.find_known
         others = [other for info in self._members if info.id != peer.id and (other := found(info.id))]
-        return any(other.host == peer.host and not self._is_local(other.id) for other in others)
+        return any(other.host == peer.host and not is_local(self._worker, other.id) for other in others)
 
     def release(self, replies: Iterable[Promise[Any]]) -> None:
         """All messages were sent: what they share goes with its last reader, or the last of ``replies``."""
