@@ -177,6 +177,27 @@ def test_it_ends_before_it_has_begun() -> None:
     assert closed.empty()
 
 
+def test_no_thread_is_left_when_it_was_joined() -> None:
+    closed, gate = threading.Event(), threading.Event()
+
+    class Late(Reader):
+        """Returns late."""
+
+        def shut(self) -> None:
+            super().shut()
+            closed.set()
+            assert gate.wait(10)
+
+    reader = Late("late-reader", lambda: None)
+    reader.start()
+    reader.close()
+    assert closed.wait(10)
+    assert reader.join(Deadline.after(0.0)) == ["late-reader"]
+    gate.set()
+    assert reader.join(Deadline.after(10.0)) == []
+    assert "late-reader" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_a_task_can_wait_for_what_was_read_after_it(reading: Reading) -> None:
     """As a request to fetch a value waits for the reply that makes it, which was in the same batch."""
     done = threading.Event()

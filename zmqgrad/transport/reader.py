@@ -107,6 +107,7 @@ class Reader:
         self._when_empty: list[Work] = []
         self._offenders: set[object] = set()
         self._thread = 0  # id of the reading thread; 0: none
+        self._own_thread: threading.Thread | None = None
         self._started = False
         self._stopped = False
         self._ended: Promise[None] = Promise()
@@ -189,7 +190,8 @@ class Reader:
             if serve_from is not None:
                 serve_from(self)
             else:
-                threading.Thread(target=self.run, name=self._name, daemon=True).start()
+                self._own_thread = threading.Thread(target=self.run, name=self._name, daemon=True)
+                self._own_thread.start()
         except RuntimeError:  # no thread can be started, so none will end it
             self._started = False
             raise
@@ -321,4 +323,7 @@ class Reader:
         """Waits until no thread reads. Returns a name if that has not happened by ``deadline``."""
         if self._started and not self._ended.wait_done(deadline.timeout()):
             return [self._name]
+        if self._own_thread is not None and self._started:
+            self._own_thread.join(deadline.timeout())  # it has yet to return
+            return [self._name] if self._own_thread.is_alive() else []
         return []
