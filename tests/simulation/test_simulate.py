@@ -29,6 +29,13 @@ def exchange(rank: int) -> int:
     return found
 
 
+def send_a_lambda(rank: int) -> int:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    found: int = rpc.rpc_sync(f"worker{1 - rank}", lambda: rank)
+    rpc.shutdown()
+    return found
+
+
 def meet_and_leave(rank: int) -> None:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
     for _ in range(3):
@@ -72,6 +79,12 @@ def test_the_messages_of_a_run_are_told() -> None:
     [run] = simulate(exchange, workers=2, seeds=[3])
     sent = [line for line in run.messages if "worker0 ->" in line and "Call" in line]
     assert sent
+
+
+def test_functions_are_sent_by_value() -> None:
+    [run] = simulate(send_a_lambda, workers=2, seeds=[0])
+    assert run.values == {0: 0, 1: 1}
+    assert any("lambda" in message for message in run.messages)
 
 
 def test_a_program_that_no_process_can_import_is_refused() -> None:

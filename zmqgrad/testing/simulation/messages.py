@@ -102,7 +102,7 @@ class _Tracer:
         text = f"{kind}{name and ' '}{name}"
         self._log.add(_Line(self._log.now(), self._who, verb, peer, text, envelope[3]))
 
-    def request_described(self, message_id: int, function: str, *rest: object) -> None:
+    def request_described(self, message_id: int, function: str, **_: object) -> None:
         self._log.name_function(self._who, message_id, function)
 
     def peer_lost(self, peer: int, reason: str, left: bool = False) -> None:
@@ -117,5 +117,5 @@ class _Tracer:
         return _nothing
 
 
-def _nothing(*args: object) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     return None
