@@ -167,6 +167,32 @@ def test_who_learns_of_a_loss_in_between_counts_on(trio: Cluster) -> None:
     assert on_each(trio, [0, 1], gather_and_learn) == [expected] * 2
 
 
+def test_a_loss_while_the_first_collective_begins_fails_it(trio: Cluster) -> None:
+    """Another thread has found what keeps collectives, of which the worker does not know yet."""
+    first: list[Any] = []
+    told = threading.Event()
+
+    class Extensions(dict[str, Any]):
+        def setdefault(self, name: str, made: Any = None) -> Any:
+            found = super().setdefault(name, made)
+            if name == "collectives" and not first:
+                first.append(
+                    threading.Thread(target=lambda: first.append(on_each(trio, [1], lambda _: rpc.barrier())))
+                )
+                first[0].start()
+                eventually(lambda: any(each.is_deferred for each in trio.workers[0].server.in_flight.all()))
+                trio.workers[0].hooks.peer_lost.append(lambda *_: told.set())
+                trio.workers[0].lose(2, "unplugged")
+                assert told.wait(10)
+            return found
+
+    trio.workers[0].hooks.extensions = Extensions(trio.workers[0].hooks.extensions)
+    with pytest.raises(PeerLostError, match="unplugged"):
+        rpc.barrier(timeout=5)
+    first[0].join(30)
+    assert [type(error) for error in first[1]] == [PeerLostError]
+
+
 def where() -> str:
     """Who runs this?"""
     return current_worker().name

@@ -205,4 +205,6 @@ def _collectives(worker: Worker) -> _Collectives:
         found = worker.hooks.extensions.setdefault(_EXTENSION, made)
         if found is made:
             worker.hooks.peer_lost.append(lambda peer, _: made.on_lost(peer))
+            for peer in list(worker.lost):  # perhaps since another thread has found this
+                made.on_lost(peer)
     return found
