@@ -106,7 +106,7 @@ MUTANTS = {
         "            if receiver != self._root:\n                lost = lost or self._lost.get(sender)\n",
         "",
         "members",
-        334,
+        171,
     ),
     "pass-overtaken": Mutant(  # a report that has overtaken another is forgotten
         "autograd/engine/termination.py",
