@@ -546,7 +546,12 @@ class ZmqMailbox(Mailbox):
             self._links.shut(link)  # a send that raced with close may have connected
         # term() has no timeout, and would wait for a socket that was left open.
         if self._ending is None:
-            self._ending = start_thread(self._context.term, f"{self._name}-term")
+            try:
+                self._ending = start_thread(self._context.term, f"{self._name}-term")
+            except RuntimeError:
+                if threading.main_thread().is_alive():
+                    raise
+                return []  # the interpreter ends, and the context with it: see late_threads
         self._ending.join(deadline.timeout())
         return [self._ending.name] if self._ending.is_alive() else []
 
