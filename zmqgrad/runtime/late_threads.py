@@ -16,6 +16,7 @@ from queue import SimpleQueue
 logger = logging.getLogger(__name__)
 
 SPARE_THREADS = 32
+"""How many are started ahead: those of a pool of the default size, and as many whose tasks wait."""
 
 
 class _Spare(threading.Thread):
@@ -30,7 +31,8 @@ class _Spare(threading.Thread):
 
 
 _spares: list[_Spare] = []
-_used = False
+_used = False  # a thread was started
+_late = False  # the spare threads are all that there will be
 
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
@@ -56,20 +58,20 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
 
 def are_scarce() -> bool:
     """Whether no more threads can be started than the spare ones, so that none should end."""
-    return bool(_spares)
+    return _late
 
 
 def _start_spares() -> None:
-    for _ in range(SPARE_THREADS if _used else 0):
-        spare = _Spare()
-        try:
+    global _late
+    try:
+        for _ in range(SPARE_THREADS if _used else 0):
+            spare = _Spare()
             spare.start()
-        except (
-            RuntimeError
-        ):  # always so with 3.12.0 and 3.12.1, in programs that multiprocessing did not start
-            logger.debug("the interpreter ends, and starts no thread any more")
-            return
-        _spares.append(spare)
+            _spares.append(spare)
+    except RuntimeError:
+        # 3.12.0 and 3.12.1 start none already, in programs that multiprocessing did not start.
+        logger.debug("the interpreter ends, and starts no thread any more")
+    _late = True
 
 
 if sys.version_info[:2] == (3, 12):
