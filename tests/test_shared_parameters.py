@@ -183,6 +183,27 @@ def values_of_remote(p: rpc.RRef[Tensor]) -> list[float]:
     return rpc.rpc_sync(1, values_of, (p,))
 
 
+def test_a_call_has_ended_to_read_when_its_caller_has_the_reply(
+    c: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a step that the caller takes then would not be seen by its next call."""
+    p = rpc.remote(1, make_param, (2.0,))
+    optimizer = sgd(p)
+    replied = threading.Event()
+    early: list[bool] = []
+    end = ParameterVersions.end_reading
+
+    def wait_and_end(versions: ParameterVersions) -> None:
+        early.append(replied.wait(0.2))
+        end(versions)
+
+    monkeypatch.setattr(ParameterVersions, "end_reading", wait_and_end)
+    with context():
+        rpc.rpc_async(1, cube, (p,)).then(lambda _: replied.set()).wait()
+    assert early[0] is False
+    assert optimizer.param_groups
+
+
 @pytest.mark.parametrize("owner", [0, 1])
 def test_a_context_may_go_on_after_its_own_step(c: Cluster, owner: int) -> None:
     """With another pass over what it has saved; also if the parameter is on its own worker."""

@@ -7,8 +7,8 @@ releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -60,8 +60,6 @@ from zmqgrad.wire.messages import (
     RRefFetch,
     RRefValue,
 )
-
-NOTHING = nullcontext()
 
 _CALLS = (Call, RemoteCall, RRefFetch)
 _WRAPPED = (*_CALLS, Result, RemoteResult, RRefValue)
@@ -203,13 +201,15 @@ class Autograd:
         if context is not None and isinstance(message, ForwardAutogradReq):
             context.remove_send(message.autograd_id)
 
-    def surround(self, inbound: Inbound) -> AbstractContextManager[object]:
-        """Return what surrounds a call of a context: it reads shared parameters."""
+    def surround(self, inbound: Inbound) -> Callable[[], object] | None:
+        """Begin to read shared parameters, for a call of a context. Returns what ends that."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradReq)
         if not self.versions.are_shared():
-            return NOTHING
-        return self.versions.reading(fresh=self.contexts.get(message.context_id) is None)  # type: ignore[no-any-return]
+            return None
+        reading = self.versions.reading(fresh=self.contexts.get(message.context_id) is None)
+        reading.__enter__()
+        return partial(reading.__exit__, None, None, None)
 
     def open_request(self, inbound: Inbound) -> Unwrapped:
         """Unwrap a call, and make its context the active one of what runs it."""

@@ -21,7 +21,7 @@ from zmqgrad.rpc.raising import forget_variables
 from zmqgrad.rpc.relaying import complete
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.rpc.rref.table import ReferenceTable
-from zmqgrad.rpc.serialization.context import SERIALIZED_NONE
+from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.rpc.serialization.deserializer import deserialize_call, deserialize_tensors
 from zmqgrad.rpc.serialization.naming import find_function, method_of
 from zmqgrad.rpc.serialization.serializer import serialize
@@ -30,6 +30,7 @@ from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound, Unreceived
 from zmqgrad.wire.messages import (
+    NONE_PAYLOAD,
     Call,
     Message,
     MessageType,
@@ -42,6 +43,9 @@ from zmqgrad.wire.messages import (
 )
 
 _CALLS = (Call, RemoteCall)
+
+_Answer = tuple[Message, SerializedPayload, str]
+"""What is sent as a reply, and the name of what it replies to."""
 
 
 class Callee:
@@ -62,6 +66,7 @@ class Callee:
         self._contexts = contexts
         self._references = references
         self._unwrappers = worker.hooks.request_unwrappers
+        self._surroundings = worker.hooks.surroundings
         for kind in (MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH):
             worker.hooks.requests[kind] = self.run
 
@@ -87,7 +92,10 @@ class Callee:
         created: Promise[Any] | None = None
         if isinstance(call, RemoteCall):
             created = self._references.create_pending(source, call.rref_id, call.fork_id)
+        surround = self._surroundings.get(envelope.type)  # type: ignore[call-overload]
+        leave = None if surround is None else surround(inbound)
         value: Any = None
+        answer: _Answer | None = None
         try:
             is_call = isinstance(call, _CALLS)
             if is_call and call.payload.shelf:
@@ -95,52 +103,66 @@ class Callee:
             unwrap = self._unwrappers.get(envelope.type)
             if unwrap is not None:
                 call, tensors, run = unwrap(inbound)
-            if not is_call:
-                self._fetch(inbound, call)
-                return
-            function, args, kwargs = self._decode(inbound, call, tensors)
-            tensors = None  # the function decides how long they live
-            try:
-                with callee_range(self._worker, source, call.function or function, call.traceparent):
-                    try:
-                        value = function(*args, **kwargs) if run is None else run(function, args, kwargs)
-                    except TypeError as e:
-                        check_operator(function, e)
-                        raise
-                if hasattr(function, MARK):
-                    value = check_result(function, value)
-            finally:
-                del function, args, kwargs  # a traceback refers to this frame
+            if is_call:
+                function, args, kwargs = self._decode(inbound, call, tensors)
+                tensors = None  # the function decides how long they live
+                try:
+                    with callee_range(self._worker, source, call.function or function, call.traceparent):
+                        try:
+                            value = function(*args, **kwargs) if run is None else run(function, args, kwargs)
+                        except TypeError as e:
+                            check_operator(function, e)
+                            raise
+                    if hasattr(function, MARK):
+                        value = check_result(function, value)
+                finally:
+                    del function, args, kwargs  # a traceback refers to this frame
+                if created is None and type(value) is not DeferredResult:
+                    answer = self._result(source, value, call.function)
+            else:
+                answer = self._fetch(source, call)
         except BaseException as e:
             if created is None:
                 raise
             tensors = run = None  # as above
             created.set_exception(forget_variables(e))
-        finish = self._reply if created is None else partial(self._created, created)
-        if type(value) is DeferredResult:
-            self._await(inbound, value, partial(finish, inbound, call, value))
+        finally:
+            if leave is not None:
+                leave()
+        if answer is not None:
+            self._server.reply(inbound, *answer)
+        elif type(value) is DeferredResult:
+            self._await(inbound, value, partial(self._finish, inbound, call, created, value))
         else:
-            finish(inbound, call, value)
+            self._finish(inbound, call, created, value)
 
-    def _fetch(self, inbound: Inbound, fetch: Message) -> None:
+    def _fetch(self, source: int, fetch: Message) -> _Answer:
         if not isinstance(fetch, RRefFetch):
             raise RpcError(f"{type(fetch).__name__} is not a call")
         value = self._references.value(fetch.rref_id, fetch.timeout or None)
-        requester = self._membership.record(inbound.envelope.source)
+        requester = self._membership.record(source)
         serialized = serialize(value, self._contexts.for_replies(requester))
-        self._server.reply(inbound, RRefValue(serialized.payload), serialized, "to_here")
+        return RRefValue(serialized.payload), serialized, "to_here"
 
-    def _reply(self, inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
-        if type(value) is DeferredResult:
-            value = value.value()
-        serialized = SERIALIZED_NONE
-        if value is not None:
-            requester = self._membership.record(inbound.envelope.source)
-            began = monotonic_ns() if self._worker.hooks.tracer is not None else 0
-            serialized = serialize(value, self._contexts.for_replies(requester), call.function)
-            if began:
-                serialized = serialized._replace(nanoseconds=monotonic_ns() - began)
-        self._server.reply(inbound, Result(serialized.payload), serialized, call.function)
+    def _result(self, source: int, value: Any, function: str) -> _Answer:
+        if value is None:
+            return Result(NONE_PAYLOAD), SERIALIZED_NONE, function
+        requester = self._membership.record(source)
+        began = monotonic_ns() if self._worker.hooks.tracer is not None else 0
+        serialized = serialize(value, self._contexts.for_replies(requester), function)
+        if began:
+            serialized = serialized._replace(nanoseconds=monotonic_ns() - began)
+        return Result(serialized.payload), serialized, function
+
+    def _finish(
+        self, inbound: Inbound, call: Call | RemoteCall, created: Promise[Any] | None, value: Any
+    ) -> None:
+        """Reply with what an asynchronous function has set, or set the value of an RRef."""
+        if created is not None:
+            self._created(created, inbound, call, value)
+        else:
+            source = inbound.envelope.source
+            self._server.reply(inbound, *self._result(source, value.value(), call.function))
 
     def _created(self, created: Promise[Any], inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
         """Set the value of an RRef, unless creating it failed, and confirm the remote call."""

@@ -59,10 +59,11 @@ class Hooks:
     reports: dict[MessageType, RequestHandler] = field(default_factory=dict)
     """Takes what a request reports of its sender, in the thread that has read it: before the request is
     served, and before the end of its sender is known. Must be quick."""
-    surroundings: dict[MessageType, Callable[[Inbound], AbstractContextManager[object]]] = field(
+    surroundings: dict[MessageType, Callable[[Inbound], Callable[[], object] | None]] = field(
         default_factory=dict
     )
-    """Returns the context manager in which a request is served. No frame of it lies below the function."""
+    """Begins what surrounds a call, and returns what ends it, if anything: before the reply is sent, as the
+    caller may then rely on that."""
     request_unwrappers: dict[int, Unwrapper] = field(default_factory=dict)
     response_unwrappers: dict[MessageType, Unwrapper] = field(default_factory=dict)
     request_interceptor: RequestInterceptor | None = None

@@ -74,7 +74,6 @@ class Server:
         self._held: list[Task] | None = None  # requests that arrive before serve(); None: they run at once
         self._control, self._requests = worker.hooks.control, worker.hooks.requests
         self._reports = worker.hooks.reports
-        self._surroundings = worker.hooks.surroundings
         self._control[MessageType.CANCEL] = self._on_cancel
 
     # ---- dispatch ---------------------------------------------------------------------------------------
@@ -175,11 +174,8 @@ class Server:
         try:
             if request is not None and request.is_over():
                 self._reject_expired(inbound)
-            elif envelope.type not in self._surroundings:
-                copy_context().run(handler, inbound)  # context variables that it sets end with it
             else:
-                with self._surroundings[envelope.type](inbound):  # type: ignore[index]
-                    copy_context().run(handler, inbound)
+                copy_context().run(handler, inbound)  # context variables that it sets end with it
         except BaseException as e:
             failed = True
             self.reply_error(inbound, e)
