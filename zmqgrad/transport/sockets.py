@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -90,19 +91,40 @@ def send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer])
     last = len(frames) - 1
     for i, frame in enumerate(frames):
         flags = NOBLOCK if i == last else NOBLOCK_MORE
-        socket.send(frame, flags, copy=len(frame) < ZERO_COPY_BYTES)
+        socket.send(frame if len(frame) < ZERO_COPY_BYTES else _shared(frame), flags)
 
 
 def send_split(socket: zmq.Socket[bytes], data: Buffer, flags: int = NOBLOCK) -> None:
     """Queues ``data`` in frames of FRAME_BYTES, which :func:`joined` puts together again."""
     if len(data) <= FRAME_BYTES:
-        socket.send(data, flags, copy=len(data) < ZERO_COPY_BYTES)
+        socket.send(data if len(data) < ZERO_COPY_BYTES else _shared(data), flags)
         return
     view = memoryview(data)
     last = (len(data) - 1) // FRAME_BYTES * FRAME_BYTES
     for start in range(0, last, FRAME_BYTES):
-        socket.send(view[start : start + FRAME_BYTES], flags | int(zmq.SNDMORE), copy=False)
-    socket.send(view[last:], flags, copy=False)
+        socket.send(_shared(view[start : start + FRAME_BYTES]), flags | int(zmq.SNDMORE))
+    socket.send(_shared(view[last:]), flags)
+
+
+_sharing = threading.RLock()
+
+
+def _shared(data: Buffer) -> zmq.Frame:
+    """A frame that shares the memory of ``data``.
+
+    pyzmq has one thread and one socket by which libzmq tells it that such memory is free. It makes them with
+    the first frame of a process, without a lock: of two threads, one had a socket that was closed at once.
+    """
+    with _sharing:
+        return zmq.Frame(data, copy=False)
+
+
+def _in_child() -> None:
+    global _sharing
+    _sharing = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def joined(frames: Sequence[zmq.Frame]) -> bytes:
