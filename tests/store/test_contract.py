@@ -370,6 +370,8 @@ def test_a_timeout_names_the_key_and_the_time(store: Store) -> None:
     assert "'there'" not in str(caught.value).rpartition("missing")[2]
     with pytest.raises(StoreTimeoutError, match=r"0\.01 s"):
         store.wait(["nope"], 0.01)
+    with pytest.raises(StoreTimeoutError, match=r"0\.01 s.*missing.*nope'"):
+        store.multi_get(["there", "nope"], 0.01)
     store.set_timeout(timedelta(milliseconds=10))
     for call in (
         lambda: store.get("nope"),

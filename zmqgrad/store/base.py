@@ -155,13 +155,15 @@ class Store(ABC):
         """Append ``value`` to the value of ``key``, which is created if missing."""
         self._request(StoreAppend(as_key(key), as_value(value)), self._timeout)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+    def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         """The values of all ``keys`` in their order, in one round trip; waits as :meth:`wait` does.
 
         Raises:
-            StoreTimeoutError: if a key is still missing after :attr:`timeout`.
+            StoreTimeoutError: if a key is still missing after ``timeout`` (None: the store's own).
         """
-        return list(self._ask(StoreMultiGet(as_keys(keys), self._timeout), StoreValues).values)
+        seconds = self._timeout if timeout is None else seconds_of(timeout)
+        reply = self._request(StoreMultiGet(as_keys(keys), seconds), seconds)
+        return list(self._checked(reply, StoreValues).values)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set each of ``keys`` to its value, in one round trip and at one moment.

@@ -33,6 +33,7 @@ from zmqgrad.rpc.membership.group import Group, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore, TCPStore
+from zmqgrad.store.arguments import Timeout
 from zmqgrad.testing.mailbox import MemoryMailbox
 from zmqgrad.testing.network import MemoryNetwork
 
@@ -154,11 +155,11 @@ class LateStore(PrefixStore):
 
     is_late = True
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+    def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         if self.is_late:
             self.is_late = False
             raise StoreTimeoutError("not yet")
-        return super().multi_get(keys)
+        return super().multi_get(keys, timeout)
 
 
 def test_a_worker_whose_time_ends_just_as_the_last_one_joins() -> None:

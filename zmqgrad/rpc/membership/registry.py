@@ -137,7 +137,7 @@ def _mixed(store: Store, keys: list[str], kind: str) -> RendezvousError | None:
     """The error if a worker whose record is at one of ``keys`` is alive."""
     for key in keys:
         try:
-            (raw,) = _read(store, [key], READ_TIMEOUT_SECONDS)
+            (raw,) = store.multi_get([key], READ_TIMEOUT_SECONDS)
         except StoreTimeoutError:
             continue  # the worker has left since the keys were listed
         if raw[:1] in _REASONS:
@@ -321,7 +321,7 @@ class Registry:
                 try:
                     # One query both waits and reads: between two, a worker that has all records might leave,
                     # and the store with it.
-                    records = _read(self._store, keys, pause)
+                    records = self._store.multi_get(keys, pause)
                     break
                 except StoreTimeoutError:
                     missing = self._absent(keys, missing)
@@ -392,7 +392,7 @@ class Registry:
             if not unknown:
                 return present, []
             try:
-                found = _read(self._store, [f"worker/{n}" for n in unknown], READ_TIMEOUT_SECONDS)
+                found = self._store.multi_get([f"worker/{n}" for n in unknown], READ_TIMEOUT_SECONDS)
             except StoreTimeoutError:
                 continue  # one of them has left between the two queries
             return present, [msgspec.json.decode(raw, type=WorkerRecord) for raw in found]
@@ -451,13 +451,3 @@ def _describe_missing(world_size: int, ranks: list[int]) -> str:
         f"{text}. They have not started or have ended, or they use torch.distributed.rpc: start them with "
         f"the same MASTER_ADDR, MASTER_PORT and world size"
     )
-
-
-def _read(store: Store, keys: list[str], seconds: float) -> list[bytes]:
-    """The values of ``keys``; waits up to ``seconds`` until all exist."""
-    timeout = store.timeout
-    store.set_timeout(seconds)
-    try:
-        return store.multi_get(keys)
-    finally:
-        store.set_timeout(timeout)
