@@ -129,12 +129,12 @@ def test_a_sender_that_times_out_unblocks_the_next(waits: Waits) -> None:
     assert waits.send_window.try_reserve(1, False, 90)
     waits.send(80, seconds=0.05)
     waits.send(5)
-    error = waits.next()
+    error, sent = sorted([waits.next(), waits.next()], key=lambda each: each == 5)  # by two threads
+    assert sent == 5
     assert isinstance(error, CongestionError)
     assert "worker 1" in str(error)
     assert "90 bytes" in str(error)
     assert "ZMQGRAD_INFLIGHT_BYTES" in str(error)
-    assert waits.next() == 5
 
 
 def test_forgetting_a_peer_drops_its_account_and_fails_its_waiters(waits: Waits) -> None:

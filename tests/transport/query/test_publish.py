@@ -6,6 +6,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,11 @@ class Subscribed:
     def _take(self, message: Message) -> list[Task]:
         return [lambda: self.received.put(message)]
 
+    def next(self, count: int) -> list[KeyCreated]:
+        """What has arrived, by its revisions: several threads of the pool put it there."""
+        received: list[Any] = [self.received.get(timeout=PATIENCE) for _ in range(count)]
+        return sorted(received, key=lambda each: each.revision)
+
     def prove(self, publishing: Publishing) -> None:
         """Subscribe, and return when that is in place."""
         nonce = secrets.token_hex(8)
@@ -121,7 +127,7 @@ def test_no_notification_is_lost_once_the_subscription_is_proved(
         each = Subscribed(endpoint, keys)
         each.prove(publishing)
         publishing.publish(*map(created, range(3)))
-        assert [each.received.get(timeout=PATIENCE) for _ in range(3)] == [*map(created, range(3))]
+        assert each.next(3) == [*map(created, range(3))]
         each.close()
 
 
@@ -130,8 +136,7 @@ def test_thousands_arrive_in_order(publishing: Publishing, keys: Keys | None, en
     each.prove(publishing)
     for start in range(0, 3000, 500):  # fewer at a time than libzmq keeps for one who is slow
         publishing.publish(*map(created, range(start, start + 500)))
-        got = [each.received.get(timeout=PATIENCE) for _ in range(500)]
-        assert sorted(got, key=lambda m: m.revision) == [*map(created, range(start, start + 500))]  # type: ignore[attr-defined]
+        assert each.next(500) == [*map(created, range(start, start + 500))]
     each.close()
 
 
