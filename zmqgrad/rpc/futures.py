@@ -75,14 +75,16 @@ class Endings:
 class _Chain(threading.local):
     """The futures of callbacks that this thread is setting: one within the callback of another."""
 
+    # Of all threads, until they have their own: a finalizer may find a state that its thread is just making.
     depth = 0
-
-    def __init__(self) -> None:
-        self.unset: deque[Callable[[], None]] = deque()
+    unset: deque[Callable[[], None]] | None = None
 
     def set(self, set_it: Callable[[], None]) -> None:
         """Call ``set_it``, which sets a future: at once, or in the outermost callback if many are nested."""
         if self.depth >= MAX_NESTED:
+            own = deque[Callable[[], None]]()
+            if self.unset is None:
+                self.unset = own
             self.unset.append(partial(copy_context().run, set_it))
             return
         self.depth += 1
@@ -96,7 +98,7 @@ class _Chain(threading.local):
     def run(self, callback: Callable[[Any], S], future: Any) -> S:
         """Call ``callback(future)``, which may wait for any future that this thread has to set."""
         outer, unset = self.depth, self.unset
-        self.depth, self.unset = 0, deque()  # so that what it makes does not wait for those around it
+        self.depth, self.unset = 0, None  # so that what it makes does not wait for those around it
         try:
             while unset:
                 self.set(unset.popleft())

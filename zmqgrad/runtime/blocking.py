@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -38,9 +38,11 @@ class _ThreadState(threading.local):
     pause: Callable[[Any], Any] | None = None
     """Wraps the waits of the calling thread in a context manager that leaves to others what it uses."""
 
+    nothing: AbstractContextManager[object] = nullcontext()
+    """A context manager without effect."""
+
     def __init__(self) -> None:
-        self.nothing = threading.RLock()
-        """A context manager without effect, as no other thread has it. Faster than one written in Python."""
+        self.nothing = threading.RLock()  # which no other thread has. Faster than one written in Python
 
 
 thread_state = _ThreadState()
