@@ -204,6 +204,51 @@ def test_a_call_has_ended_to_read_when_its_caller_has_the_reply(
     assert optimizer.param_groups
 
 
+def make_params(count: int, size: int) -> list[rpc.RRef[Tensor]]:
+    return [rpc.RRef(nn.Parameter(torch.zeros(size))) for _ in range(count)]
+
+
+def twice(params: list[rpc.RRef[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    values = [each.local_value() for each in params]
+    return values, [each * 1 for each in values]
+
+
+def sum_of(params: list[rpc.RRef[Tensor]]) -> Tensor:
+    return torch.cat([each.local_value() for each in params]).sum()
+
+
+@pytest.mark.parametrize("function", [twice])
+@pytest.mark.parametrize(("count", "size"), [(1, 10_000), (8, 1000)])
+def test_a_step_before_the_reply_is_sent_does_not_change_it(
+    c: Cluster, monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], count: int, size: int
+) -> None:
+    """Parameters so large are copied when the reply is sent, when the call does not read any more."""
+    params = rpc.rpc_sync(1, make_params, (count, size))
+    optimizer = sgd(*params)
+    rpc.rpc_sync(2, keep, (params,))
+    end = ParameterVersions.end_reading
+    steps: list[Any] = []
+
+    def step() -> None:
+        mine = KEPT.pop("forks")
+        with context() as ctx:
+            backward(ctx, [rpc.rpc_sync(1, sum_of, (mine,))])
+            steps.append(sgd(*mine).step(ctx))
+
+    def end_and_step(versions: ParameterVersions) -> None:
+        end(versions)
+        if "forks" in KEPT:
+            in_thread(c, 2, step)
+
+    monkeypatch.setattr(ParameterVersions, "end_reading", end_and_step)
+    with context():
+        first, second = rpc.rpc_sync(1, function, (params,))
+        assert all(map(torch.equal, first, second))
+        assert [result.applied for result in steps] == [True]
+        assert rpc.rpc_sync(1, sum_of, (params,)).item() == -0.5 * count * size
+    assert optimizer.param_groups
+
+
 @pytest.mark.parametrize("owner", [0, 1])
 def test_a_context_may_go_on_after_its_own_step(c: Cluster, owner: int) -> None:
     """With another pass over what it has saved; also if the parameter is on its own worker."""

@@ -214,6 +214,10 @@ def test_the_tensors_of_a_storage_are_counted() -> None:
     assert internals.storage_users(t) == 2
     del alias
     assert internals.storage_users(t) == 1
+    held = t.untyped_storage()
+    assert internals.storage_users(t) == 2
+    del held
+    assert internals.storage_users(t) == 1
 
 
 def test_saved_tensors_are_dropped() -> None:

@@ -391,11 +391,19 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """Return how many tensors refer to the storage of ``tensor``, itself included; very many if unknown."""
+    """Return how much refers to the storage of ``tensor``: tensors, itself included, and what is being sent.
+
+    Very many if unknown.
+    """
     if _use_count is None or tensor.layout is not torch.strided:
         return 1 << 30
+    return 1 + _references(_use_count, tensor) - _references(_use_count, torch.empty(0, device="cpu"))
+
+
+def _references(use_count: Callable[[int], int], tensor: torch.Tensor) -> int:
+    """Count what refers to a storage. Torch counts the object of Python as one, however many hold that."""
     storage = tensor.untyped_storage()  # is counted, too, and in some versions of torch ends with its name
-    return _use_count(storage._cdata) - 1
+    return use_count(storage._cdata) + sys.getrefcount(storage)
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------

@@ -97,7 +97,8 @@ class _Joined(LazyFrame):
     __slots__ = ("_size", "_tensors")
 
     def __init__(self, tensors: list[torch.Tensor], size: int) -> None:
-        self._tensors = tensors
+        # A parameter may be given other memory (``.data``) before this is written.
+        self._tensors = [t.detach() if t.requires_grad and t.is_leaf else t for t in tensors]
         self._size = size
 
     def __len__(self) -> int:
