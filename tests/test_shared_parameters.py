@@ -213,11 +213,18 @@ def twice(params: list[rpc.RRef[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     return values, [each * 1 for each in values]
 
 
+@rpc.functions.async_execution
+def twice_by_a_future(params: list[rpc.RRef[Tensor]]) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(twice(params))
+    return future
+
+
 def sum_of(params: list[rpc.RRef[Tensor]]) -> Tensor:
     return torch.cat([each.local_value() for each in params]).sum()
 
 
-@pytest.mark.parametrize("function", [twice])
+@pytest.mark.parametrize("function", [twice, twice_by_a_future])
 @pytest.mark.parametrize(("count", "size"), [(1, 10_000), (8, 1000)])
 def test_a_step_before_the_reply_is_sent_does_not_change_it(
     c: Cluster, monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], count: int, size: int

@@ -7,7 +7,7 @@ releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -37,7 +37,7 @@ from zmqgrad.autograd.torch_internals import (
     saved_tensor_hooks,
     show_passes_to_torch,
 )
-from zmqgrad.autograd.versions import ParameterVersions
+from zmqgrad.autograd.versions import ParameterVersions, Reading
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import Description
 from zmqgrad.rpc.hooks import Unwrapped
@@ -201,15 +201,15 @@ class Autograd:
         if context is not None and isinstance(message, ForwardAutogradReq):
             context.remove_send(message.autograd_id)
 
-    def surround(self, inbound: Inbound) -> Callable[[], object] | None:
-        """Begin to read shared parameters, for a call of a context. Returns what ends that."""
+    def surround(self, inbound: Inbound) -> Reading | None:
+        """Begin to read shared parameters, for a call of a context."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradReq)
         if not self.versions.are_shared():
             return None
-        reading = self.versions.reading(fresh=self.contexts.get(message.context_id) is None)
+        reading = Reading(self.versions, fresh=self.contexts.get(message.context_id) is None)
         reading.__enter__()
-        return partial(reading.__exit__, None, None, None)
+        return reading
 
     def open_request(self, inbound: Inbound) -> Unwrapped:
         """Unwrap a call, and make its context the active one of what runs it."""

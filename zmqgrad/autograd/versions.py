@@ -174,18 +174,26 @@ class ParameterVersions:
     def pause(self, wait: Any) -> Iterator[None]:
         """Do not read in the calling thread, which is a reader, during ``wait``."""
         thread_state.pause = None
-        with self._lock:
-            self._readers -= 1
-            self._paused += 1
-            self._publish_if_unread()
+        self.suspend()
         try:
             with wait:
                 yield
         finally:
-            with self._lock:  # waits for nothing, as this thread may hold locks of the program
-                self._readers += 1
-                self._paused -= 1
+            self.resume()
             thread_state.pause = self.pause
+
+    def suspend(self) -> None:
+        """Count a reader as one that waits: the last one publishes, but no step changes values in place."""
+        with self._lock:
+            self._readers -= 1
+            self._paused += 1
+            self._publish_if_unread()
+
+    def resume(self) -> None:
+        """Count a reader that waits as one that reads. Waits for nothing: the thread may hold any locks."""
+        with self._lock:
+            self._readers += 1
+            self._paused -= 1
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
         """Save a tensor for backward. Not itself: it may refer to the node that saves it."""
@@ -306,7 +314,20 @@ class Reading:
         thread_state.pause = self._versions.pause
 
     def __exit__(self, *error: object) -> None:
-        if threading.get_ident() == self._thread:  # otherwise that thread keeps them, without effect
-            thread_state.pause = None
-            self._hooks.__exit__(*error)
+        self._leave_thread()
         self._versions.end_reading()
+
+    def suspend(self) -> None:
+        """Leave the calling thread, and wait for :meth:`resume`."""
+        self._leave_thread()
+        self._versions.suspend()
+
+    def resume(self) -> None:
+        """Read again, in any thread, which must not wait. Nothing that it saves is an alias."""
+        self._versions.resume()
+
+    def _leave_thread(self) -> None:
+        if threading.get_ident() == self._thread:  # otherwise that thread keeps them, without effect
+            self._thread = 0
+            thread_state.pause = None
+            self._hooks.__exit__()

@@ -13,6 +13,7 @@ from zmqgrad.errors import RpcError
 from zmqgrad.rpc.client import Client
 from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.functions import MARK, DeferredResult, check_operator, check_result
+from zmqgrad.rpc.hooks import Surrounding
 from zmqgrad.rpc.in_flight import served
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.peer_contexts import PeerContexts
@@ -93,7 +94,7 @@ class Callee:
         if isinstance(call, RemoteCall):
             created = self._references.create_pending(source, call.rref_id, call.fork_id)
         surround = self._surroundings.get(envelope.type)  # type: ignore[call-overload]
-        leave = None if surround is None else surround(inbound)
+        surrounding = None if surround is None else surround(inbound)
         value: Any = None
         answer: _Answer | None = None
         try:
@@ -127,14 +128,22 @@ class Callee:
             tensors = run = None  # as above
             created.set_exception(forget_variables(e))
         finally:
-            if leave is not None:
-                leave()
+            if surrounding is not None:
+                if created is None and type(value) is DeferredResult:
+                    surrounding.suspend()
+                else:
+                    surrounding.__exit__(None, None, None)
         if answer is not None:
             self._server.reply(inbound, *answer)
-        elif type(value) is DeferredResult:
-            self._await(inbound, value, partial(self._finish, inbound, call, created, value))
+            return
+        if created is None:
+            finish = partial(self._finish, inbound, call, value, surrounding)
         else:
-            self._finish(inbound, call, created, value)
+            finish = partial(self._created, created, inbound, call, value)
+        if type(value) is DeferredResult:
+            self._await(inbound, value, finish)
+        else:
+            finish()
 
     def _fetch(self, source: int, fetch: Message) -> _Answer:
         if not isinstance(fetch, RRefFetch):
@@ -155,14 +164,17 @@ class Callee:
         return Result(serialized.payload), serialized, function
 
     def _finish(
-        self, inbound: Inbound, call: Call | RemoteCall, created: Promise[Any] | None, value: Any
+        self, inbound: Inbound, call: Call, value: DeferredResult, surrounding: Surrounding | None
     ) -> None:
-        """Reply with what an asynchronous function has set, or set the value of an RRef."""
-        if created is not None:
-            self._created(created, inbound, call, value)
-        else:
-            source = inbound.envelope.source
-            self._server.reply(inbound, *self._result(source, value.value(), call.function))
+        """Reply with what an asynchronous function has set."""
+        if surrounding is not None:
+            surrounding.resume()
+        try:
+            answer = self._result(inbound.envelope.source, value.value(), call.function)
+        finally:
+            if surrounding is not None:
+                surrounding.__exit__(None, None, None)
+        self._server.reply(inbound, *answer)
 
     def _created(self, created: Promise[Any], inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
         """Set the value of an RRef, unless creating it failed, and confirm the remote call."""

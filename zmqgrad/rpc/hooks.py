@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,19 @@ class Unwrapped(NamedTuple):
     tensors: list[torch.Tensor]
     run: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any] | None = None
     """Runs the function of a call with its arguments; None: it is just called."""
+
+
+class Surrounding(Protocol):
+    """What surrounds a call, until its result is serialized."""
+
+    def __exit__(self, *error: object) -> None:
+        """End."""
+
+    def suspend(self) -> None:
+        """Pause until the result, a future, is done."""
+
+    def resume(self) -> None:
+        """Go on, in whichever thread has set the future."""
 
 
 RequestHandler = Callable[[Inbound], None]
@@ -59,11 +72,9 @@ class Hooks:
     reports: dict[MessageType, RequestHandler] = field(default_factory=dict)
     """Takes what a request reports of its sender, in the thread that has read it: before the request is
     served, and before the end of its sender is known. Must be quick."""
-    surroundings: dict[MessageType, Callable[[Inbound], Callable[[], object] | None]] = field(
-        default_factory=dict
-    )
-    """Begins what surrounds a call, and returns what ends it, if anything: before the reply is sent, as the
-    caller may then rely on that."""
+    surroundings: dict[MessageType, Callable[[Inbound], Surrounding | None]] = field(default_factory=dict)
+    """Begins what surrounds a call, if anything. It ends before the reply is sent, as the caller may then
+    rely on that."""
     request_unwrappers: dict[int, Unwrapper] = field(default_factory=dict)
     response_unwrappers: dict[MessageType, Unwrapper] = field(default_factory=dict)
     request_interceptor: RequestInterceptor | None = None
