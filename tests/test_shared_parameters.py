@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from zmqgrad import rpc
@@ -429,6 +431,129 @@ def test_parameters_that_share_memory_go_on_to_share_it(c: Cluster) -> None:
         optimizer.step(ctx)
         assert a.tolist() == [1.0 - 3.0, 0.0 - 6.75]
         assert b.tolist() == [0.0 - 6.75, 2.0]
+
+
+# ---- what is computed again ------------------------------------------------------------------------------
+
+
+def scaled(p: rpc.RRef[Tensor], x: Tensor) -> Tensor:
+    return p.local_value() ** 2 * x
+
+
+def scaled_by_constant(p: rpc.RRef[Tensor], x: Tensor) -> Tensor:
+    with torch.no_grad():
+        factor = p.local_value() ** 2
+    return factor * x * x
+
+
+def by_checkpoint(function: Callable[..., Tensor], p: rpc.RRef[Tensor], x: Tensor) -> Tensor:
+    found: Tensor = torch.utils.checkpoint.checkpoint(function, p, x, use_reentrant=False)
+    return found
+
+
+def call_checkpointed(by_torch: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    found: Tensor = (
+        rpc.rpc_sync(1, by_checkpoint, (function, *args)) if by_torch else rpc.checkpoint(1, function, *args)
+    )
+    return found
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize("function", [scaled, scaled_by_constant])
+def test_nothing_is_computed_again_with_other_values(
+    c: Cluster, by_torch: bool, function: Callable[..., Tensor]
+) -> None:
+    """Also if a parameter is a constant there. Steps of other parameters do not matter."""
+    p, other = rpc.remote(1, make_param, (2.0,)), rpc.remote(1, make_constant, (1,))
+    optimizer = sgd(p)
+    x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    with context() as ctx:
+        y = call_checkpointed(by_torch, function, p, x)
+        step_of_another(c, other)
+        backward(ctx, [y.sum()])
+        assert get_gradients(ctx)[x].tolist() == [4.0 if function is scaled else 24.0]
+        y = call_checkpointed(by_torch, function, p, x)
+        step_of_another(c, p)
+        with pytest.raises(AutogradError, match=r"another trainer .* has changed a parameter of"):
+            backward(ctx, [y.sum()])
+    assert optimizer.param_groups
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_nothing_is_computed_again_with_the_values_of_an_own_step(c: Cluster, by_torch: bool) -> None:
+    p = rpc.remote(1, make_param, (2.0,))
+    optimizer = sgd(p, lr=0.25)
+    x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    with context() as ctx:
+        first, second = (call_checkpointed(by_torch, scaled, p, x) for _ in range(2))
+        backward(ctx, [first.sum()])
+        optimizer.step(ctx)  # to 2 - 0.25 * 12
+        with pytest.raises(AutogradError, match="has changed a parameter of"):
+            backward(ctx, [second.sum()])
+        backward(ctx, [call_checkpointed(by_torch, scaled, p, x).sum()])
+        assert get_gradients(ctx)[x].tolist() == [4.0 + 1.0]
+
+
+class StepBefore(torch.autograd.Function):
+    """Lets another trainer step before its gradient goes on, once the pass has begun on the owner."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        assert KEPT["begun"].wait(20)
+        KEPT["step"]()
+        return gradient
+
+
+def pass_on(x: Tensor) -> Tensor:
+    found: Tensor = StepBefore.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+def hooked_square(p: rpc.RRef[Tensor]) -> Tensor:
+    y = p.local_value() ** 2
+    y.register_hook(lambda _: KEPT["begun"].set())
+    return y
+
+
+def test_a_step_during_the_pass_is_noticed_by_what_is_computed_again(c: Cluster) -> None:
+    p = rpc.remote(1, make_param, (2.0,))
+    p.to_here()
+    other = rpc.remote(1, make_constant, (1,))
+    optimizer = sgd(p)
+    KEPT["begun"] = threading.Event()
+    x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    with context() as ctx:
+        first = rpc.rpc_sync(1, hooked_square, (other,))
+        second = rpc.rpc_sync(2, pass_on, (call_checkpointed(True, scaled, p, x),))
+        outside = contextvars.Context()
+        KEPT["step"] = lambda: outside.run(step_of_param, c, p)
+        with pytest.raises(AutogradError, match=r"another trainer .* has changed a parameter of"):
+            backward(ctx, [first.sum() + second.sum()])
+    assert optimizer.param_groups
+
+
+def step_of_param(c: Cluster, p: rpc.RRef[Tensor]) -> None:
+    in_thread(c, 0, lambda: step_of_another(c, p))
+
+
+def cube_saved_by_hooks(p: rpc.RRef[Tensor]) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return p.local_value() ** 3
+
+
+def test_what_hooks_of_the_program_save_stays_while_others_step(c: Cluster) -> None:
+    p = rpc.remote(1, make_param, (2.0,))
+    optimizer = sgd(p)
+    with context() as ctx:
+        y = rpc.rpc_sync(1, cube_saved_by_hooks, (p,))
+        step_of_another(c, p)
+        backward(ctx, [y.sum()])
+        assert rpc.rpc_sync(1, gradient_of, (ctx,)).tolist() == [12.0]
+    assert optimizer.param_groups
 
 
 # ---- readers ---------------------------------------------------------------------------------------------

@@ -702,7 +702,7 @@ def test_a_step_of_another_trainer_before_torchs_checkpoint_computes_again(check
         thread.join()
         if checkpoint:
             with pytest.raises(
-                AutogradError, match=r"worker 1 would compute a torch\.utils\.checkpoint again"
+                AutogradError, match=r"another trainer .* a parameter of a torch\.utils\.checkpoint since"
             ):
                 backward(ctx, [loss])
         else:

@@ -369,6 +369,39 @@ def test_in_checkpoint_knows_the_hooks_of_a_checkpoint() -> None:
     assert seen == [False, True, True, False]
 
 
+def test_hooks_of_saved_tensors_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """saved_tensors_hooks.__enter__, also of its subclasses."""
+    replaced: list[bool] = []
+
+    def replace(pack: Any, unpack: Any) -> Any:
+        replaced.append(internals.is_first_checkpoint_hook(pack))
+        return (lambda tensor: tensor * 2), lambda saved: saved
+
+    monkeypatch.setattr(internals, "_replacing", [replace])
+    x = leaf()
+    with torch.autograd.graph.save_on_cpu():
+        y = x * x.detach()
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x.detach())
+    monkeypatch.setattr(
+        internals,
+        "_replacing",
+        [lambda *hooks: replaced.append(internals.is_first_checkpoint_hook(hooks[0])) or hooks],
+    )
+    torch.utils.checkpoint.checkpoint(torch.sin, x * 1, use_reentrant=False).sum().backward()
+    assert replaced == [False, True, False]
+
+
+def test_a_watch_sees_the_inputs_of_operations() -> None:
+    """TorchDispatchMode."""
+    x, other = leaf(), leaf()
+    for used in (other, x):
+        with internals.Watch(lambda t: t.data_ptr() == x.data_ptr()) as watch:
+            torch.add(1, used.detach()).sum()
+        assert watch.found is (used is x)
+
+
 def test_a_node_of_torchs_own_can_be_called() -> None:
     """Without looking at what follows it; the engine runs the hooks of its tensors if it is its own end."""
     x = leaf()

@@ -31,12 +31,10 @@ from msgspec.structs import replace
 
 from zmqgrad.autograd.context import Context, recomputation, set_active_context
 from zmqgrad.autograd.engine.executor import LocalPass
-from zmqgrad.autograd.graph.accumulate import AccumulateMode
 from zmqgrad.autograd.graph.node import Gradient
-from zmqgrad.autograd.graph.walk import GraphWalk
 from zmqgrad.autograd.repeated_calls import is_repeated, random_states, restored
 from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, edge_or_leaf, follow
-from zmqgrad.autograd.torch_internals import LEAF_NODE, as_graph_task, map_tensors, tensor_hooks
+from zmqgrad.autograd.torch_internals import as_graph_task, map_tensors, tensor_hooks
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import describe
 from zmqgrad.rpc.functions import MARK, DeferredResult, check_result
@@ -202,19 +200,16 @@ class CheckpointedCall:
         origin = outer.origin_of(self._worker.id, self._number)
         options = PassOptions(retain_graph=True, accumulate=outer.options.accumulate, origin=origin)
         with holding(_turn):
-            with self._parameters.reading(fresh=False):
+            with self._parameters.computing_again(self._read_at, self._name):
                 outputs = self._run_again(number)
-                found = zip(outputs, gradients, strict=True)
-                pairs = [(y, g) for y, g in found if y.requires_grad and g is not None]
-                if not pairs:
-                    return
-                roots, given = [y for y, _ in pairs], [g for _, g in pairs]
-                del outputs, pairs
-                self._check_parameters(roots)
+            found = zip(outputs, gradients, strict=True)
+            pairs = [(y, g) for y, g in found if y.requires_grad and g is not None]
+            if not pairs:
+                return
+            roots, given = [y for y, _ in pairs], [g for _, g in pairs]
+            del outputs, pairs
             captures = () if outer.captures is None else outer.captures.again()
-            inner = LocalPass(
-                self._context, self._worker.id, options, roots, captures, (), False, pass_id=number
-            )
+            inner = LocalPass(self._context, self._worker.id, options, roots, captures, (), pass_id=number)
             if not inner.leads_away:
                 inner.run_inside(outer, given)
                 return
@@ -282,23 +277,6 @@ class CheckpointedCall:
                     f"an inplace operation (it is at version {each._version}; expected version {version}), "
                     f"but the checkpointed call is computed again from it: change a copy (.clone())"
                 )
-
-    def _check_parameters(self, roots: Sequence[torch.Tensor]) -> None:
-        """Check that no optimizer with ``versions=True`` has changed a parameter since the first run.
-
-        Raises:
-            AutogradError: if one has: the gradients would not be those of the values that were used.
-        """
-        if self._parameters.published == self._read_at:
-            return
-        walk = GraphWalk(roots, (), AccumulateMode.IMMEDIATE)
-        leaves = [node.variable for node, _ in walk.boundary[0] if type(node) is LEAF_NODE]
-        if self._parameters.changed_since(self._read_at, leaves):
-            raise AutogradError(
-                f"a step of another trainer (versions=True) has changed a parameter of {self._name} since "
-                f"the checkpointed call, which cannot be computed again with the values that it had: make it "
-                f"by rpc_sync or rpc_async instead"
-            )
 
     @property
     def _parameters(self) -> Any:

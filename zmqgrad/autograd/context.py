@@ -55,15 +55,8 @@ class Context:
     _last_send = 0
     _checkpointed_calls = 0
 
-    def __init__(
-        self,
-        context_id: int,
-        read_at: int = 0,
-        released: bool = False,
-        versions: ParameterVersions | None = None,
-    ) -> None:
+    def __init__(self, context_id: int, read_at: int = 0, released: bool = False) -> None:
         self.id = context_id
-        self._versions = versions
         self.read_at = read_at
         """The latest step of shared parameters that it saw here when it began, or after its own last step."""
         self.released = released
@@ -89,13 +82,6 @@ class Context:
         """This worker's part of each backward pass, by pass id."""
         self._ended: list[int] = []  # passes that began here and that workers may still hold
         self._forgotten: set[int] = set()  # ids of passes that a late message must not start again
-
-    def is_behind(self, params: Iterable[torch.Tensor] | None = None) -> bool:
-        """Whether a step has changed shared parameters since :attr:`read_at`; one of ``params``, if given."""
-        versions = self._versions
-        if versions is None or versions.published <= self.read_at:
-            return False
-        return params is None or versions.changed_since(self.read_at, params)
 
     def end(self) -> None:
         """Mark the context as released, and drop its passes; those that run fail."""
@@ -500,7 +486,7 @@ class Contexts:
     def _created(self, context_id: int) -> Context:
         versions = self._versions
         read_at = 0 if versions is None else versions.published
-        context = self._live[context_id] = Context(context_id, read_at, versions=versions)
+        context = self._live[context_id] = Context(context_id, read_at)
         if (tracer := self._hooks.tracer) is not None:
             tracer.context_created(context_id)
         return context

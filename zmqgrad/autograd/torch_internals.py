@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any_only, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -282,6 +283,45 @@ def in_recomputation() -> bool:
 def is_checkpoint_hook(hook: Any) -> bool:
     """Whether this hook of saved tensors computes again what it does not keep."""
     return getattr(hook, "__qualname__", "").startswith(_CHECKPOINT_HOOKS)
+
+
+def is_first_checkpoint_hook(hook: Any) -> bool:
+    """Whether this is a hook with which a checkpointed function runs for the first time."""
+    return getattr(hook, "__qualname__", "").startswith(_CHECKPOINT_HOOKS[0])
+
+
+_own_enter = saved_tensors_hooks.__enter__
+_replacing: list[Callable[[Any, Any], tuple[Any, Any]]] = []
+
+
+def replace_saved_tensor_hooks(replace: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Let ``replace`` return other hooks in place of those of saved tensors that a thread enters."""
+    _replacing.append(replace)
+
+
+@functools.wraps(_own_enter)
+def _enter_hooks(hooks: saved_tensors_hooks) -> None:
+    pack, unpack = hooks.pack_hook, hooks.unpack_hook
+    for replace in _replacing:
+        pack, unpack = replace(pack, unpack)
+    _own_enter(saved_tensors_hooks(pack, unpack))
+
+
+saved_tensors_hooks.__enter__ = _enter_hooks  # type: ignore[method-assign]
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an operation in the calling thread has an input for which ``wanted`` holds."""
+
+    found = False
+
+    def __init__(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._wanted = wanted
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or any_tensor(self._wanted, (args, kwargs))
+        return function(*args, **(kwargs or {}))
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -17,23 +17,34 @@ that its forward pass has seen:
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from zmqgrad.autograd.torch_internals import storage_users
+from zmqgrad.autograd.torch_internals import (
+    Watch,
+    is_checkpoint_hook,
+    is_first_checkpoint_hook,
+    replace_saved_tensor_hooks,
+    storage_users,
+)
+from zmqgrad.errors import AutogradError
 from zmqgrad.runtime.blocking import blocking_section, thread_state
 
 if TYPE_CHECKING:
     from zmqgrad.autograd.context import Context
 
 _NOTHING = nullcontext()
+
+Hook = Callable[[Any], Any]
+"""A hook of saved tensors."""
 
 MAX_STALENESS = 4096
 """Larger staleness is not told apart: this many of the latest steps are remembered."""
@@ -139,11 +150,34 @@ class ParameterVersions:
         """Whether there are shared parameters. Without these, calls pay nothing for them."""
         return bool(self._shared)
 
-    def changed_since(self, number: int, params: Iterable[torch.Tensor]) -> bool:
-        """Whether a published step later than ``number`` changed any of ``params``."""
+    @contextmanager
+    def computing_again(self, read_at: int, what: str) -> Iterator[None]:
+        """Read, to compute again what has been computed when ``read_at`` was the latest published step.
+
+        Raises:
+            AutogradError: if a step has changed a parameter since that is used. ``what`` names the function.
+        """
+        with self.reading(fresh=False):
+            begun = self.published
+            changed = functools.cache(self._changed_since)
+            watch = Watch(lambda tensor: _address_of(tensor) in changed(read_at))
+            with watch if begun > read_at else nullcontext():
+                yield
+            if watch.found or (self.published > begun and self._changed_since(begun)):
+                raise AutogradError(
+                    f"a step, perhaps of another trainer (versions=True), has changed a parameter of {what} "
+                    f"since that was computed, and it cannot be computed again with the values that it had"
+                )
+
+    def _changed_since(self, number: int) -> set[int]:
+        """Return the addresses of the memory that published steps later than ``number`` have changed."""
         with self._lock:
-            shared = [self._shared[id(p)] for p in params if id(p) in self._shared]
-            return any(number < step <= self.published for each in shared for step in each.steps)
+            shared = [reference() for reference in self._shared.valuerefs()]
+            return {
+                _address_of(p.param)
+                for p in shared
+                if p is not None and next((n for n in reversed(p.steps) if n <= self.published), 0) > number
+            }
 
     # ---- reading ----------------------------------------------------------------------------------------
 
@@ -197,9 +231,29 @@ class ParameterVersions:
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
         """Save a tensor for backward. Not itself: it may refer to the node that saves it."""
+        return _Saved(tensor.detach(), self._find(tensor))
+
+    def _find(self, tensor: torch.Tensor) -> SharedParameter | None:
         find = self._shared.get
-        shared = find(id(tensor)) or find(id(tensor._base))
-        return _Saved(tensor.detach(), shared)
+        return find(id(tensor)) or find(id(tensor._base))
+
+    def hooks_above(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
+        """Return the hooks to use for those of the program, which replace those of a reader."""
+        if is_first_checkpoint_hook(pack):
+            read_at = self.published
+
+            @functools.wraps(unpack)
+            def compute_again(saved: Any) -> Any:
+                with self.computing_again(read_at, "a torch.utils.checkpoint"):
+                    return unpack(saved)
+
+            return pack, compute_again
+
+        @functools.wraps(pack)
+        def pack_alias(tensor: torch.Tensor) -> Any:
+            return pack(tensor if self._find(tensor) is None else tensor.detach())
+
+        return pack if is_checkpoint_hook(pack) else pack_alias, unpack
 
     def _publish_if_unread(self) -> None:
         """Publish all pending values, if no thread reads. The caller holds the lock."""
@@ -275,10 +329,15 @@ class ParameterVersions:
 
 
 def _storage_of(shared: SharedParameter) -> int:
-    latest = shared.latest()
-    if latest.layout is not torch.strided:
-        return id(shared)
-    return latest.untyped_storage().data_ptr() or id(shared)
+    return _address_of(shared.latest()) or id(shared)
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of a tensor; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    except RuntimeError:  # it is made of others
+        return 0
 
 
 def _copies(params: Sequence[SharedParameter]) -> dict[SharedParameter, torch.Tensor]:
@@ -331,3 +390,12 @@ class Reading:
             self._thread = 0
             thread_state.pause = None
             self._hooks.__exit__()
+
+
+def _of_program(pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
+    """Return the hooks of saved tensors to use where the calling thread enters these."""
+    pause: Any = thread_state.pause
+    return (pack, unpack) if pause is None else pause.__self__.hooks_above(pack, unpack)
+
+
+replace_saved_tensor_hooks(_of_program)

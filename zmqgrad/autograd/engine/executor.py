@@ -55,9 +55,7 @@ from zmqgrad.autograd.graph.walk import GraphWalk, condense
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
 from zmqgrad.autograd.send_recv import EdgeOrLeaf, RecvMetadata, Send
 from zmqgrad.autograd.torch_internals import (
-    LEAF_NODE,
     as_graph_task,
-    is_checkpoint_hook,
     post_accumulate_hooks,
 )
 from zmqgrad.errors import AutogradError
@@ -120,7 +118,6 @@ class LocalPass:
         inputs: the tensors of this worker whose gradients the pass returns, if leaves accumulate none.
         sends: what the worker has sent, as far as the pass may lead through it; None: all that no
             recomputation has sent.
-        checks_versions: whether its graph is older than the pass, so that parameters may have changed.
         pass_id: the id of the pass, where gradients are to be computed.
     """
 
@@ -132,7 +129,6 @@ class LocalPass:
         roots: Sequence[torch.Tensor] = (),
         inputs: Sequence[torch.Tensor] | Captures = (),
         sends: Sequence[Send] | None = None,
-        checks_versions: bool = True,
         pass_id: int = 0,
     ) -> None:
         self.context = context
@@ -172,8 +168,6 @@ class LocalPass:
             check_not_sharded(walk.waiting_leaves)
             self._replicas_due = find_replicas(walk.edges)
         self._starts, self._numbers = walk.starts, walk.numbers
-        if checks_versions and context.is_behind():
-            self._check_versions(walk)
         self._adds_in_order = bool(options.origin) or walk.starts_at_leaves
         self._task = PassTask(self._starts, self._plan)
         self._differentiation = Differentiation(walk, self._plan, options, self.captures, self._hooks)
@@ -186,28 +180,11 @@ class LocalPass:
                 if node not in captures.ends and captures.leads_on(recv)
             }
 
-    def _check_versions(self, walk: GraphWalk) -> None:
-        """Check that no checkpoint of torch would compute again with other values than it had.
-
-        Raises:
-            AutogradError: if a step of another trainer has changed a parameter meanwhile.
-        """
-        leaves = {node for edges in walk.boundary for node, _ in edges if type(node) is LEAF_NODE}
-        if self.context.is_behind([n.variable for n in leaves]) and self._recomputes(is_checkpoint_hook):
-            raise AutogradError(
-                f"worker {self._worker} would compute a torch.utils.checkpoint again with other values than "
-                f"before, as a step of another trainer (versions=True) has changed a parameter: do without "
-                f"checkpoints there"
-            )
-
     @cached_property
     def recomputes(self) -> bool:
         """Whether parts of the forward pass are computed again, so that only one thread may run groups."""
-        return self._recomputes()
-
-    def _recomputes(self, checks: Callable[[Any], bool] | None = None) -> bool:
         edges = [start for entry in self._starts for start in entry if isinstance(start, GradientEdge)]
-        return recomputes([edge.node for edge in edges], checks)
+        return recomputes([edge.node for edge in edges])
 
     def requests_to(self, worker: int) -> tuple[int, ...]:
         """Return the requests that this pass has sent, or may send, to ``worker``."""

@@ -7,25 +7,22 @@ for recomputations, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from zmqgrad.autograd.torch_internals import saved_tensors
 from zmqgrad.autograd.versions import unpack
 
 
-def recomputes(nodes: Iterable[Any], checks: Callable[[Any], bool] | None = None) -> bool:
-    """Returns whether any of ``nodes`` of torch's graph, or a node that is reached from them, recomputes.
-
-    ``checks`` tells a hook of saved tensors that does; None: all hooks of the program do.
-    """
+def recomputes(nodes: Iterable[Any]) -> bool:
+    """Returns whether any of ``nodes`` of torch's graph, or a node that is reached from them, recomputes."""
     seen, todo = set[Any](), list(nodes)
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if has_saved_tensor_hooks(node, checks or _is_foreign):
+        if has_saved_tensor_hooks(node):
             return True
         todo.extend([following for following, _ in node.next_functions])
     return False
@@ -35,10 +32,10 @@ def _is_foreign(hook: Any) -> bool:
     return hook not in (None, unpack)
 
 
-def has_saved_tensor_hooks(node: Any, checks: Callable[[Any], bool] = _is_foreign) -> bool:
-    """Return whether hooks for which ``checks`` holds unpack any tensor that ``node`` has saved."""
+def has_saved_tensor_hooks(node: Any) -> bool:
+    """Return whether hooks of the program unpack any tensor that ``node`` has saved."""
     for saved in saved_tensors(node):
         # Older versions of torch do not tell.
-        if saved is not None and checks(getattr(saved, "unpack_hook", "unknown")):
+        if saved is not None and _is_foreign(getattr(saved, "unpack_hook", "unknown")):
             return True
     return False
