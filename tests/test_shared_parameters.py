@@ -340,6 +340,33 @@ def test_what_a_context_has_saved_stays_while_others_step(c: Cluster, owner: int
     assert before.grad is None
 
 
+def by_constant(p: rpc.RRef[Tensor], x: Tensor, constant: str) -> Tensor:
+    """The parameter as a constant, in memory that it has now."""
+    value = p.local_value()
+    factors = {"detach": value.detach(), "view": value.detach().view(-1), "data": value.data}
+    return factors[constant] * x
+
+
+@pytest.mark.parametrize("constant", ["detach", "view", "data"])
+def test_a_constant_that_a_context_has_saved_stays_while_others_step(c: Cluster, constant: str) -> None:
+    p = rpc.remote(1, make_param, (2.0,))
+    optimizer = sgd(p)
+    x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    with context() as ctx:
+        for _ in range(2):
+            y = rpc.rpc_sync(1, by_constant, (p, x, constant))
+            step_of_another(c, p)  # to 0, where it stays
+            backward(ctx, [y.sum()])
+            assert get_gradients(ctx)[x].tolist() == [2.0]
+    with context() as ctx:
+        y = rpc.rpc_sync(1, by_constant, (p, x, constant))
+        rpc.rpc_sync(1, change, (p,))
+        if constant != "data":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                backward(ctx, [y.sum()])
+    assert optimizer.param_groups
+
+
 def test_what_is_saved_outside_of_contexts_is_noticed_as_in_torch(c: Cluster) -> None:
     """Torch saves the parameter itself, which has new memory by now: without a check, a wrong gradient."""
     p = rpc.remote(1, make_param, (2.0,))

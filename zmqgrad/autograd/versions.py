@@ -131,6 +131,8 @@ class ParameterVersions:
     def __init__(self) -> None:
         # By id of the parameter, which the value keeps alive; optimizers and what is saved keep the value.
         self._shared: weakref.WeakValueDictionary[int, SharedParameter] = weakref.WeakValueDictionary()
+        # By the address of their memory; None: to be found again, as it has changed.
+        self._by_address: dict[int, weakref.ref[SharedParameter]] | None = None
         self._lock = threading.RLock()  # guards all below
         self._changed = threading.Condition(self._lock)
         self._readers = 0
@@ -144,6 +146,7 @@ class ParameterVersions:
     def share(self, param: torch.Tensor) -> SharedParameter:
         """Return the state of a parameter, which is shared from now on."""
         with self._lock:
+            self._by_address = None
             return self._shared.setdefault(id(param), SharedParameter(param))
 
     def are_shared(self) -> bool:
@@ -234,8 +237,19 @@ class ParameterVersions:
         return _Saved(tensor.detach(), self._find(tensor))
 
     def _find(self, tensor: torch.Tensor) -> SharedParameter | None:
+        """Return the shared parameter that ``tensor`` is, or is a view of, if any; it may be detached."""
         find = self._shared.get
-        return find(id(tensor)) or find(id(tensor._base))
+        found = find(id(tensor)) or find(id(tensor._base))
+        if found is not None or tensor.requires_grad:
+            return found
+        if self._by_address is None:
+            shared = [reference() for reference in self._shared.valuerefs()]
+            self._by_address = {_address_of(p.param): weakref.ref(p) for p in shared if p is not None}
+        reference = self._by_address.get(address := _address_of(tensor))
+        found = None if reference is None else reference()
+        if found is None or not address or found.param._version != tensor._version:
+            return None  # what only shares the memory (``p.data``) is counted apart
+        return found if _address_of(found.param) == address else None
 
     def hooks_above(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
         """Return the hooks to use for those of the program, which replace those of a reader."""
@@ -263,6 +277,7 @@ class ParameterVersions:
             for shared in self._pending:
                 shared.publish()
             self._pending.clear()
+            self._by_address = None
             self.published = self._steps
             self._changed.notify_all()
 
