@@ -753,5 +753,20 @@ def test_scaled_losses_equal_those_of_one_process(c: Cluster, unscales: bool) ->
         scaler.unscale_(optimizer)  # type: ignore[arg-type]
 
 
+def test_a_scaler_works_where_floats_are_double_by_default(c: Cluster) -> None:
+    p = rpc.remote(1, make_float, (1,))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [p], lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with context() as ctx:
+            backward(ctx, [scaler.scale(p.to_here().sum())])
+            scaler.step(optimizer, ctx)  # type: ignore[arg-type]
+    finally:
+        torch.set_default_dtype(before)
+    assert p.to_here().tolist() == [2.0, 2.0]
+
+
 def make_float(value: int) -> Tensor:
     return torch.nn.Parameter(torch.full((2,), value + 1.5))

@@ -174,7 +174,7 @@ class LocalOptimizer:
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         found = False
         for (device, _), gradients in by_kind.items():
-            flag, factor = torch.zeros((), device=device), torch.tensor(inverse, device=device)
+            flag, factor = (torch.tensor(each, dtype=torch.float32, device=device) for each in (0.0, inverse))
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
             found |= bool(flag.item())
         return found
