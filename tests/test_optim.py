@@ -159,6 +159,38 @@ class Closing(torch.optim.SGD):
         return super().step(closure)
 
 
+def make_sparse(layout: str) -> Tensor:
+    values = 2 * torch.eye(3)
+    return torch.nn.Parameter(values.to_sparse_csr() if layout == "csr" else values.to_sparse().coalesce())
+
+
+def times(p: rpc.RRef[Tensor], x: Tensor) -> Tensor:
+    return torch.sparse.mm(p.local_value(), x)
+
+
+def as_dense(p: rpc.RRef[Tensor]) -> Tensor:
+    return p.local_value().detach().to_dense()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("versions", [False, True])
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_parameters_of_a_sparse_layout(c: Cluster, layout: str, versions: bool) -> None:
+    """A change in place gives some of them other memory."""
+    x, local = torch.tensor([[1.0], [2.0], [3.0]]), make_sparse(layout)
+    reference = torch.optim.SGD([local], lr=0.01, momentum=0.9)
+    p = rpc.remote(1, make_sparse, (layout,))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [p], lr=0.01, momentum=0.9, versions=versions)
+    for _ in range(3):
+        reference.zero_grad()
+        torch.sparse.mm(local, x).square().sum().backward()
+        reference.step()
+        with context() as ctx:
+            backward(ctx, [rpc.rpc_sync(1, times, (p, x)).square().sum()])
+            optimizer.step(ctx)
+    assert torch.equal(rpc.rpc_sync(1, as_dense, (p,)), local.detach().to_dense())
+
+
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, Closing])
 def test_an_optimizer_whose_step_needs_a_closure_is_refused(c: Cluster, kind: type) -> None:
     with pytest.raises(ConfigurationError, match=rf"(?s)worker1.*{kind.__name__} cannot be distributed"):

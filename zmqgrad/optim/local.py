@@ -74,7 +74,8 @@ class LocalOptimizer:
                 self._params[id(alias)] = alias, param
                 if self._versions is not None and alias is not param:
                     self._shared[id(alias)] = self._versions.share(param)
-                    self._empty.append((alias, param.detach().new_empty(0)))
+                    if param.layout is torch.strided:  # others get new memory in each step
+                        self._empty.append((alias, param.detach().new_empty(0)))
             aliases.append(alias)
         return {**group, "params": aliases}
 
@@ -94,7 +95,7 @@ class LocalOptimizer:
         gradients = gradients_of(context_id, params)
         with holding(_stepping):
             if self._versions is None:
-                self._step(aliases, [p.data for p in params], gradients)
+                self._step(aliases, params, gradients)
                 return 0, True
             stepped = [n for n, gradient in enumerate(gradients) if gradient is not None]
             shared = [self._shared[id(aliases[n])] for n in stepped]
@@ -118,9 +119,12 @@ class LocalOptimizer:
     ) -> None:
         try:
             for alias, data, gradient in zip(aliases, memory, gradients, strict=True):
-                alias.data = data  # the program may have given the parameter other memory
+                alias.data = data.data  # the program may have given the parameter other memory
                 alias.grad = gradient
             torch_internals.step(self.optimizer)
+            for alias, data in zip(aliases, memory, strict=True):
+                if data.layout is torch.sparse_coo:  # which gets other memory when it is changed in place
+                    data.data = alias.data
         finally:
             self._let_go()
 
