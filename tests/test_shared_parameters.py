@@ -382,6 +382,19 @@ def test_what_is_saved_outside_of_contexts_is_noticed_as_in_torch(c: Cluster) ->
     del optimizer
 
 
+class Wrapping(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.ones(2)
+
+
+def test_a_parameter_without_memory_of_its_own_cannot_be_shared() -> None:
+    """What it is made of would stay as it is, so a step would be lost."""
+    param = Tensor._make_wrapper_subclass(Wrapping, (2,), requires_grad=True)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match="type Wrapping has no memory of its own"):
+        ParameterVersions().share(param)
+
+
 def test_what_is_saved_stays_shared_when_its_optimizer_goes() -> None:
     versions, param = ParameterVersions(), nn.Parameter(torch.tensor([2.0]))
     first = versions.share(param)

@@ -35,7 +35,7 @@ from zmqgrad.autograd.torch_internals import (
     replace_saved_tensor_hooks,
     storage_users,
 )
-from zmqgrad.errors import AutogradError
+from zmqgrad.errors import AutogradError, ConfigurationError
 from zmqgrad.runtime.blocking import blocking_section, thread_state
 
 if TYPE_CHECKING:
@@ -144,7 +144,16 @@ class ParameterVersions:
         """The number of the latest step whose values are published."""
 
     def share(self, param: torch.Tensor) -> SharedParameter:
-        """Return the state of a parameter, which is shared from now on."""
+        """Return the state of a parameter, which is shared from now on.
+
+        Raises:
+            ConfigurationError: if it is made of other tensors, as DTensor is: they would stay as they are.
+        """
+        if param.layout is torch.strided and param.numel() and not _address_of(param):
+            raise ConfigurationError(
+                f"versions=True: a parameter of type {type(param).__name__} has no memory of its own, so a "
+                f"step cannot give it new memory"
+            )
         with self._lock:
             self._by_address = None
             return self._shared.setdefault(id(param), SharedParameter(param))
