@@ -473,6 +473,20 @@ def test_parameters_that_share_memory_go_on_to_share_it(c: Cluster) -> None:
         assert b.tolist() == [0.0 - 6.75, 2.0]
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag])
+def test_views_that_conjugate_or_negate_go_on_to_share_memory(view: Callable[[Tensor], Tensor]) -> None:
+    whole = torch.tensor([1 + 2j, 3 - 4j])
+    first, second = nn.Parameter(whole), nn.Parameter(view(whole))
+    versions = ParameterVersions()
+    with versions.reading(fresh=False):
+        y = first * first
+    with versions.stepping(Context(1), list(map(versions.share, (first, second)))) as (memory, _):
+        memory.mul_(2)
+    assert torch.equal(first, torch.tensor([2 + 4j, 6 - 8j]))
+    assert torch.equal(second, view(first))
+    assert y.requires_grad
+
+
 # ---- what is computed again ------------------------------------------------------------------------------
 
 

@@ -378,7 +378,9 @@ def _copies(params: Sequence[SharedParameter]) -> dict[SharedParameter, torch.Te
         storage: Any = data[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
         for p, old in zip(members, data, strict=True):
             place = old.storage_offset(), old.size(), old.stride()
-            copies[p] = torch.empty(0, dtype=old.dtype, device=old.device).set_(storage, *place)
+            copy = torch.empty(0, dtype=old.dtype, device=old.device).set_(storage, *place)
+            copy = copy.conj() if old.is_conj() else copy
+            copies[p] = torch._neg_view(copy) if old.is_neg() else copy
     return copies
 
 
