@@ -668,6 +668,35 @@ def test_a_step_that_is_too_old_is_not_taken(c: Cluster) -> None:
             sgd(p, max_staleness=limit, **options)
 
 
+def read_until_told(p: rpc.RRef[Tensor]) -> float:
+    return read_twice(p, waits=False)[0]
+
+
+def read_in_a_context(p: rpc.RRef[Tensor]) -> None:
+    with context():
+        rpc.rpc_sync(1, read_until_told, (p,))
+
+
+def test_an_own_step_that_is_not_published_is_not_one_of_others(c: Cluster) -> None:
+    """Another call reads meanwhile, but nobody else steps."""
+    p = rpc.remote(1, make_param, (1.0,))
+    optimizer = sgd(p, lr=0.125, max_staleness=0)
+    for gate in GATE:
+        gate.clear()
+    reading = rpc.rpc_async(2, read_in_a_context, (p,))
+    assert GATE[0].wait(20)
+    try:
+        with context() as ctx:
+            for _ in range(2):
+                backward(ctx, [rpc.rpc_sync(1, square, (p,)).sum()])
+                result = optimizer.step(ctx)
+                assert (result.staleness, result.applied) == (0, True)
+    finally:
+        GATE[1].set()
+        reading.wait()
+    assert KEPT["p"].tolist() == [1.0 - 0.25 - 0.5]
+
+
 def test_the_trace_tells_the_staleness(tmp_path: Path) -> None:
     with record(tmp_path), cluster(3) as c, c.acting(0):
         p = rpc.remote(1, make_param, (1.0,))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,8 @@ class Context:
         self.id = context_id
         self.read_at = read_at
         """The latest step of shared parameters that it saw here when it began, or after its own last step."""
+        self.pending_steps: Collection[int] = ()
+        """Later ones of its own, which were not published when it took the last."""
         self.released = released
         """Whether the context has ended. Messages still in flight are not recorded any more."""
         # Guards sends, recvs, gradients, open sums and storages. A signal handler may call while it is held.

@@ -21,7 +21,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +79,16 @@ class SharedParameter:
         """Return the values after the latest step."""
         return self.param.data if self.pending is None else self.pending
 
-    def steps_since(self, number: int) -> int:
-        """Return how many steps later than ``number`` changed it; ``MAX_STALENESS`` if that is too many."""
+    def steps_since(self, number: int, own: Collection[int]) -> int:
+        """Return how many steps later than ``number``, and not among ``own``, changed it.
+
+        ``MAX_STALENESS`` if that is too many.
+        """
         count = 0
         for step in reversed(self.steps):
             if step <= number:
                 break
-            count += 1
+            count += step not in own
         return count
 
     def end_version(self) -> None:
@@ -295,7 +298,7 @@ class ParameterVersions:
     def staleness(self, context: Context, params: Sequence[SharedParameter]) -> int:
         """Return how many steps one of ``params`` is ahead of what ``context`` first read here."""
         with self._lock:
-            return max([p.steps_since(context.read_at) for p in params], default=0)
+            return max([p.steps_since(context.read_at, context.pending_steps) for p in params], default=0)
 
     @contextmanager
     def stepping(self, context: Context, params: Sequence[SharedParameter]) -> Iterator[list[torch.Tensor]]:
@@ -322,6 +325,9 @@ class ParameterVersions:
                 with self._lock:
                     self._finish_step(params, memory)
                     context.read_at = self.published
+                    context.pending_steps = {
+                        step for step in (*context.pending_steps, self._steps) if step > self.published
+                    }
 
     def _finish_step(
         self, params: Sequence[SharedParameter], memory: dict[SharedParameter, torch.Tensor]
