@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients, grad
@@ -189,6 +190,17 @@ def test_parameters_of_a_sparse_layout(c: Cluster, layout: str, versions: bool) 
             backward(ctx, [rpc.rpc_sync(1, times, (p, x)).square().sum()])
             optimizer.step(ctx)
     assert torch.equal(rpc.rpc_sync(1, as_dense, (p,)), local.detach().to_dense())
+
+
+def test_parameters_that_are_made_of_other_tensors(c: Cluster) -> None:
+    """Their gradients may have no memory of their own."""
+    params = [torch.nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2))) for _ in range(2)]
+    optimizer = DistributedOptimizer(torch.optim.SGD, list(map(rpc.RRef, params)), lr=0.25)
+    with context() as ctx:
+        backward(ctx, [(params[0] + params[1]).sum() ** 2])
+        get_gradients(ctx)[params[0]].mul_(2)  # only that one
+        optimizer.step(ctx)
+    assert [p.a.tolist() for p in params] == [[1 - 4.0] * 2, [1 - 2.0] * 2]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, Closing])

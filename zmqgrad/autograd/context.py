@@ -20,6 +20,7 @@ import torch
 from zmqgrad.autograd.graph.sums import OrderedSum, Place, SumOfCalls, added
 from zmqgrad.autograd.graph.validation import in_layout_of
 from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv, line_of_program, record_send
+from zmqgrad.autograd.torch_internals import storage_address
 from zmqgrad.errors import ArgumentTypeError, AutogradError
 from zmqgrad.rpc.calls import Description, describe
 from zmqgrad.rpc.hooks import Hooks
@@ -314,8 +315,8 @@ class Context:
 
     def _add_part(self, total: OrderedSum, place: Place, gradient: torch.Tensor, shared: bool) -> None:
         neighbour = total.add(place, gradient, partial(self._unshared, shared))
-        if neighbour is not None and neighbour.layout is torch.strided:
-            self._storages.discard(neighbour.untyped_storage().data_ptr())
+        if neighbour is not None:
+            self._storages.discard(storage_address(neighbour))
 
     def _close_sums(self, leaves: Iterable[int], *, of_calls: bool = False) -> None:
         """Add the open sums of ``leaves``, given by ids, to their gradients. The caller holds the lock."""
@@ -355,10 +356,10 @@ class Context:
             return gradient.clone() if shared else gradient
         if gradient._is_zerotensor():  # it has no memory at all, and is immutable
             gradient = gradient.clone()
-        address = gradient.untyped_storage().data_ptr()
-        if shared or address in self._storages or 0 in gradient.stride():
+        address = storage_address(gradient)
+        if shared or not address or address in self._storages or 0 in gradient.stride():
             gradient = gradient.clone(memory_format=torch.contiguous_format)
-            address = gradient.untyped_storage().data_ptr()
+            address = storage_address(gradient)
         self._storages.add(address)
         return gradient
 

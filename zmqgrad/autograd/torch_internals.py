@@ -440,6 +440,14 @@ def storage_users(tensor: torch.Tensor) -> int:
     return 1 + _references(_use_count, tensor) - _references(_use_count, torch.empty(0, device="cpu"))
 
 
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of a tensor; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    except RuntimeError:  # it is made of others
+        return 0
+
+
 def _references(use_count: Callable[[int], int], tensor: torch.Tensor) -> int:
     """Count what refers to a storage. Torch counts the object of Python as one, however many hold that."""
     storage = tensor.untyped_storage()  # is counted, too, and in some versions of torch ends with its name

@@ -33,6 +33,7 @@ from zmqgrad.autograd.torch_internals import (
     is_checkpoint_hook,
     is_first_checkpoint_hook,
     replace_saved_tensor_hooks,
+    storage_address,
     storage_users,
 )
 from zmqgrad.errors import AutogradError, ConfigurationError
@@ -152,7 +153,7 @@ class ParameterVersions:
         Raises:
             ConfigurationError: if it is made of other tensors, as DTensor is: they would stay as they are.
         """
-        if param.layout is torch.strided and param.numel() and not _address_of(param):
+        if param.layout is torch.strided and param.numel() and not storage_address(param):
             raise ConfigurationError(
                 f"versions=True: a parameter of type {type(param).__name__} has no memory of its own, so a "
                 f"step cannot give it new memory"
@@ -175,7 +176,7 @@ class ParameterVersions:
         with self.reading(fresh=False):
             begun = self.published
             changed = functools.cache(self._changed_since)
-            watch = Watch(lambda tensor: _address_of(tensor) in changed(read_at))
+            watch = Watch(lambda tensor: storage_address(tensor) in changed(read_at))
             with watch if begun > read_at else nullcontext():
                 yield
             if watch.found or (self.published > begun and self._changed_since(begun)):
@@ -189,7 +190,7 @@ class ParameterVersions:
         with self._lock:
             shared = [reference() for reference in self._shared.valuerefs()]
             return {
-                _address_of(p.param)
+                storage_address(p.param)
                 for p in shared
                 if p is not None and next((n for n in reversed(p.steps) if n <= self.published), 0) > number
             }
@@ -256,12 +257,12 @@ class ParameterVersions:
             return found
         if self._by_address is None:
             shared = [reference() for reference in self._shared.valuerefs()]
-            self._by_address = {_address_of(p.param): weakref.ref(p) for p in shared if p is not None}
-        reference = self._by_address.get(address := _address_of(tensor))
+            self._by_address = {storage_address(p.param): weakref.ref(p) for p in shared if p is not None}
+        reference = self._by_address.get(address := storage_address(tensor))
         found = None if reference is None else reference()
         if found is None or not address or found.param._version != tensor._version:
             return None  # what only shares the memory (``p.data``) is counted apart
-        return found if _address_of(found.param) == address else None
+        return found if storage_address(found.param) == address else None
 
     def hooks_above(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
         """Return the hooks to use for those of the program, which replace those of a reader."""
@@ -359,15 +360,7 @@ class ParameterVersions:
 
 
 def _storage_of(shared: SharedParameter) -> int:
-    return _address_of(shared.latest()) or id(shared)
-
-
-def _address_of(tensor: torch.Tensor) -> int:
-    """Return the address of the storage of a tensor; 0 if it has none."""
-    try:
-        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-    except RuntimeError:  # it is made of others
-        return 0
+    return storage_address(shared.latest()) or id(shared)
 
 
 def _copies(params: Sequence[SharedParameter]) -> dict[SharedParameter, torch.Tensor]:
