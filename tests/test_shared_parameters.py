@@ -548,6 +548,19 @@ def test_nothing_is_computed_again_with_the_values_of_an_own_step(c: Cluster, by
         assert get_gradients(ctx)[x].tolist() == [4.0 + 1.0]
 
 
+def test_nothing_is_computed_again_with_other_values_though_its_optimizer_has_gone() -> None:
+    versions, param = ParameterVersions(), nn.Parameter(torch.tensor([2.0]))
+    first = versions.share(param)
+    x = torch.ones(1, requires_grad=True)
+    with versions.reading(fresh=False):
+        y: Any = torch.utils.checkpoint.checkpoint(lambda x: x * param, x, use_reentrant=False)
+    del first
+    with versions.stepping(Context(1), [versions.share(param)]) as (memory,):
+        memory.sub_(1)
+    with pytest.raises(AutogradError, match="has changed a parameter of"):
+        y.backward()
+
+
 class StepBefore(torch.autograd.Function):
     """Lets another trainer step before its gradient goes on, once the pass has begun on the owner."""
 

@@ -110,7 +110,7 @@ class CheckpointedCall:
         """
         self._function, self._args, self._kwargs = function, args, kwargs
         self._name = f"{describe(function)} on {self._worker.name}"
-        self._read_at = self._parameters.published
+        self._moment = self._parameters.now()
         self._autocast = [
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
             for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]
@@ -200,7 +200,7 @@ class CheckpointedCall:
         origin = outer.origin_of(self._worker.id, self._number)
         options = PassOptions(retain_graph=True, accumulate=outer.options.accumulate, origin=origin)
         with holding(_turn):
-            with self._parameters.computing_again(self._read_at, self._name):
+            with self._parameters.computing_again(self._moment, self._name):
                 outputs = self._run_again(number)
             found = zip(outputs, gradients, strict=True)
             pairs = [(y, g) for y, g in found if y.requires_grad and g is not None]

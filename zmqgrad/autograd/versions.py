@@ -104,6 +104,9 @@ class SharedParameter:
         increment_version(self.param)
 
 
+Moment = tuple[int, list[SharedParameter | None]]
+
+
 class _Saved:
     """A tensor that is saved for backward."""
 
@@ -166,15 +169,19 @@ class ParameterVersions:
         """Whether there are shared parameters. Without these, calls pay nothing for them."""
         return bool(self._shared)
 
+    def now(self) -> Moment:
+        """Return the latest published step, and the shared parameters: what has them keeps them shared."""
+        return self.published, [reference() for reference in self._shared.valuerefs()]
+
     @contextmanager
-    def computing_again(self, read_at: int, what: str) -> Iterator[None]:
-        """Read, to compute again what has been computed when ``read_at`` was the latest published step.
+    def computing_again(self, moment: Moment, what: str) -> Iterator[None]:
+        """Read, to compute again what was computed at ``moment``.
 
         Raises:
             AutogradError: if a step has changed a parameter since that is used. ``what`` names the function.
         """
         with self.reading(fresh=False):
-            begun = self.published
+            read_at, begun = moment[0], self.published
             changed = functools.cache(self._changed_since)
             watch = Watch(lambda tensor: storage_address(tensor) in changed(read_at))
             with watch if begun > read_at else nullcontext():
@@ -267,11 +274,11 @@ class ParameterVersions:
     def hooks_above(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
         """Return the hooks to use for those of the program, which replace those of a reader."""
         if is_first_checkpoint_hook(pack):
-            read_at = self.published
+            moment = self.now()
 
             @functools.wraps(unpack)
             def compute_again(saved: Any) -> Any:
-                with self.computing_again(read_at, "a torch.utils.checkpoint"):
+                with self.computing_again(moment, "a torch.utils.checkpoint"):
                     return unpack(saved)
 
             return pack, compute_again
