@@ -837,5 +837,18 @@ def test_a_scaler_works_where_floats_are_double_by_default(c: Cluster) -> None:
     assert p.to_here().tolist() == [2.0, 2.0]
 
 
+def test_a_scaler_leaves_parameters_of_a_refused_group_alone(c: Cluster) -> None:
+    params = [rpc.remote(1, make_float, (n,)) for n in range(2)]
+    first, second = (DistributedOptimizer(torch.optim.SGD, [p], lr=0.5) for p in params)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        first.add_param_group({"params": params})
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with context() as ctx:
+        backward(ctx, [scaler.scale(sum(p.to_here().sum() for p in params))])  # type: ignore[arg-type]
+        for optimizer in (first, second):
+            scaler.step(optimizer, ctx)  # type: ignore[arg-type]
+    assert [p.to_here().tolist() for p in params] == [[1.0] * 2, [2.0] * 2]
+
+
 def make_float(value: int) -> Tensor:
     return torch.nn.Parameter(torch.full((2,), value + 1.5))

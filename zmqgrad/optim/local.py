@@ -163,7 +163,7 @@ class LocalOptimizer:
         Raises:
             ValueError: if a gradient has dtype float16, as in torch.
         """
-        params = [p for _, p in self._params.values()]
+        params = [self._param_of(each) for group in self.optimizer.param_groups for each in group["params"]]
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         context = get_context(context_id)
         for param, gradient in zip(params, gradients_of(context_id, params), strict=True):
