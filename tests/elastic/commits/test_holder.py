@@ -268,6 +268,33 @@ def test_ranks_that_catch_the_loss_of_a_commit_begin_anew(holder: Holder) -> Non
     assert read(holder) == b"new"
 
 
+class Ending(Nodes):
+    """Nodes whose round ends while they copy the second commit, so that it does not become whole."""
+
+    def copy(self, part: PartId, data: memoryview) -> None:
+        if part.commit.number > 1:
+            raise CommitError("the round has ended")
+
+
+def test_a_whole_commit_is_held_though_a_newer_one_is_restored_that_is_not_whole(holder: Holder) -> None:
+    """Workers fail while the newer one is copied; then a host is lost, before another one is whole."""
+    whole, newer = (CommitId(0, 1, number) for number in (1, 2))
+    holder.begin_round(0, [0], Ending(holder))
+    holder.restore(0, (), NOW)
+    write(holder, 0, 1, b"whole", shards=2)
+    assert holder.keep(PartId(whole, 1, 2), memoryview(b"copy"))
+    with pytest.raises(CommitError, match="the round has ended"):
+        write(holder, 0, 2, b"newer", shards=2)
+    holder.begin_round(1, [0], Nodes(holder, Inventory((PartId(newer, 1, 2),))))
+    assert restore(holder) == Choice(2, 2, newer)
+    assert read(holder, 0) == b"newer"
+    holder.begin_round(2, [0], Alone(holder))
+    assert restore(holder) == Choice(1, 2, whole)
+    assert [read(holder, rank) for rank in (0, 1)] == [b"whole", b"copy"]
+    write(holder, 0, 2, b"again", shards=1)
+    assert holder.held_bytes() == 2 * len(b"again"), "all older ones are dropped with the next whole one"
+
+
 def test_a_copy_of_an_earlier_round_is_of_no_use(holder: Holder) -> None:
     holder.begin_round(2, [0], Nodes(holder))
     holder.restore(0, (), NOW)

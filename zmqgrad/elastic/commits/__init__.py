@@ -10,7 +10,8 @@ another host, and fetches parts from there.
 Guarantees:
 
 - All ranks restore the same commit, as each of them has made it.
-- Memory: of each part the newest whole commit, and the one that is being made. A commit is whole when all
-  ranks have made it and each of its parts is on two hosts, if there are two.
+- Memory: of each part the newest whole commit, and the one that is being made; after a restore of one that
+  was not whole, that one, too. A commit is whole when all ranks have made it and each of its parts is on two
+  hosts, if there are two.
 - Nothing here unpickles: parts are bytes to all but the program.
 """

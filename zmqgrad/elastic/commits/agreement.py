@@ -19,7 +19,7 @@ class Inventory(msgspec.Struct, frozen=True):
     Args:
         parts: in its memory.
         saved: numbers of the commits that all of its ranks find on disk.
-        whole: the newest commit that it knows to have been whole.
+        whole: the newest commit that it knows to have been whole, or to have been restored without one.
         endpoints, incarnation: where its parts can be fetched.
         host: on which it is.
         origin: a random number.
@@ -59,7 +59,7 @@ def choose(inventories: Sequence[Inventory]) -> Choice:
     older than one on disk: the next commit would have the number of that, and overwrite it.
     """
     saved = max(set.intersection(*(set(inventory.saved) for inventory in inventories)), default=0)
-    whole = max((each.whole for each in inventories if each.whole is not None), default=None)
+    whole = newest_whole(inventories)
     ranks: dict[CommitId, set[int]] = defaultdict(set)
     shards: dict[CommitId, int] = {}
     for inventory in inventories:
@@ -75,3 +75,8 @@ def choose(inventories: Sequence[Inventory]) -> Choice:
         return Choice(saved, origin=inventories[0].origin)
     missing = {REPLICATED, *range(shards.get(whole, 0))} - ranks[whole]
     return Choice(missing=tuple(sorted(missing)))
+
+
+def newest_whole(inventories: Sequence[Inventory]) -> CommitId | None:
+    """The newest commit that any node knows to have been whole; None: there was none."""
+    return max((each.whole for each in inventories if each.whole is not None), default=None)

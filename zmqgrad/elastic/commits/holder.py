@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from zmqgrad.elastic.commits.agreement import REPLICATED, Choice, Inventory, choose
+from zmqgrad.elastic.commits.agreement import REPLICATED, Choice, Inventory, choose, newest_whole
 from zmqgrad.errors import CommitError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.wire.messages import CommitId, PartId
@@ -169,7 +169,7 @@ class Holder:
         self._writing: dict[int, Segment] = {}  # by rank
         self._fetching: set[PartId] = set()
         self._round: _Round | None = None
-        self._whole: CommitId | None = None  # the newest commit in memory that was whole
+        self._whole: CommitId | None = None  # nothing older may be restored: it was whole, or all there was
 
     # ---- rounds -----------------------------------------------------------------------------------------
 
@@ -272,13 +272,16 @@ class Holder:
                     round.attempts, round.restores, round.saved = attempts + 1, restores + 1, {}
                     round.error = CommitError(round.lost)
                     self._changed.notify_all()
-            round.choice, round.whole, self._whole = choice, choice.number, choice.commit
+            round.choice, round.whole = choice, choice.number
+            # One that was whole is held until another one is: what is newer may be lost with a single host.
+            self._whole = choice.commit and (newest_whole(inventories) or choice.commit)
             round.nodes = {part: node for node, each in enumerate(inventories) for part in each.parts}
             round.attempts, round.error, round.restores = attempts + 1, None, restores + 1
             round.lost = ""
             round.saved, round.made, round.reported = {}, set(), choice.number
+            kept = (choice.commit, self._whole)
             # Not those that a node which is ahead has made since.
-            self._drop(lambda part: part.commit != choice.commit and part.commit < round.commit(0))
+            self._drop(lambda part: part.commit not in kept and part.commit < round.commit(0))
             self._changed.notify_all()
         return choice
 
