@@ -301,7 +301,9 @@ with TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as s:
     s.watch_key("k", lambda old, new: None)
     s.set("cached", "1")
     s.get_cached("cached")
-    s._registry._lock.acquire()  # as a thread of the store may hold it at the fork
+    locks = s._registry._lock, s._connection._subscriber._lock
+    for lock in locks:
+        lock.acquire()  # as a thread of the store may hold it at the fork
     pid = os.fork()
     if not pid:
         calls = [
@@ -318,7 +320,8 @@ with TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as s:
                 os._exit(1)
         s.close()
         sys.exit(7)
-    s._registry._lock.release()
+    for lock in locks:
+        lock.release()
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), s.add("n", 1))
 """
     assert run_python(code) == "7 1\n"

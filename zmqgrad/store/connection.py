@@ -237,8 +237,8 @@ class Connection:
     def unwatch_if_unwatched(self, target: Target) -> None:
         """Call this after a watch of ``target`` has ended or failed."""
         subscriber = self._subscriber
-        if subscriber is None or self.watches.is_watched(target):
-            return
+        if subscriber is None or self._client.is_inherited or self.watches.is_watched(target):
+            return  # in a fork, a thread of the parent may hold the lock of its subscriber
         subscriber.unsubscribe(topic_of(target))
         try:
             self.request(unwatch_query(target, self._watcher), min(self.timeout, UNWATCH_SECONDS))

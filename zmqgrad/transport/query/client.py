@@ -109,13 +109,18 @@ class QueryClient:
         channel.close()
         return reply
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the one that it belongs to."""
+        return os.getpid() != self._pid
+
     def check_not_forked(self) -> None:
         """Refuses to work in a forked child, before a lock is taken that a thread of the parent may hold.
 
         Raises:
             ClosedError: if this process is one.
         """
-        if os.getpid() != self._pid:
+        if self.is_inherited:
             raise ClosedError(
                 f"{self.name}, connected to {self.address}, belongs to process {self._pid} and cannot be "
                 f"used in a fork of it: start processes by spawn or forkserver, or connect in the child"
@@ -135,7 +140,7 @@ class QueryClient:
 
     def close(self) -> None:
         """Disconnects; queries under way raise ``ClosedError``. Idempotent."""
-        if os.getpid() != self._pid:
+        if self.is_inherited:
             return
         tapping.unregister(self)
         with self._lock:
