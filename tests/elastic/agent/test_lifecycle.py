@@ -160,6 +160,21 @@ def test_rule_3_a_change_of_nodes_costs_no_restart() -> None:
     assert actions(lifecycle.handle(Joined(placement(1)))) == [StartWorkers(placement(1))]
 
 
+def test_rule_3_a_node_that_joins_restarts_no_workers_that_have_succeeded() -> None:
+    """It may be noticed before their success, while another node sees that all have, and closes the job."""
+    lifecycle = running()
+    lifecycle.handle(SUCCESS)
+    joined = MembershipChanged(0, "a node joined", joined=True)
+    assert lifecycle.handle(joined) == []
+    for rank in range(4):
+        effects = lifecycle.handle(Exited(0, rank, succeeded=True))
+    assert effects == [Leave(close=True)]
+    other = running()
+    other.handle(SUCCESS)
+    assert other.handle(joined) == []
+    assert actions(other.handle(MembershipChanged(0, "node 0 left", "node 0"))) == [Join(0)]
+
+
 def test_rule_4_without_a_lease_workers_are_killed() -> None:
     lifecycle = running()
     assert actions(lifecycle.handle(LeaseLost())) == [StopWorkers(signal.SIGKILL)]
@@ -412,7 +427,7 @@ def test_a_single_node_reports_to_nobody() -> None:
 
 
 events = st.one_of(
-    st.builds(MembershipChanged, st.integers(0, 3), st.just("a node joined")),
+    st.builds(MembershipChanged, st.integers(0, 3), st.just("a node joined"), joined=st.booleans()),
     st.builds(remote, st.booleans(), st.integers(0, 3)),
     st.builds(Exited, st.integers(0, 3), st.integers(0, 3), st.booleans()),
     st.just(RendezvousFailed(RendezvousConnectionError("the store is gone"))),

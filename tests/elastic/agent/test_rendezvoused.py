@@ -25,7 +25,7 @@ from zmqgrad.elastic.backends.store import StoreBackend
 from zmqgrad.elastic.handler import RendezvousHandler
 from zmqgrad.elastic.round_stores import RoundStores, ServedByRankZero
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
-from zmqgrad.errors import RendezvousConnectionError, StoreError, StoreTimeoutError
+from zmqgrad.errors import RendezvousConnectionError, RendezvousTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import HashStore, Store, TCPStore
 from zmqgrad.store.base import PrefixCallback
@@ -101,6 +101,40 @@ def test_a_spare_has_the_whole_time_to_agree_once_it_has_a_place(monkeypatch: py
     coordinator.close()
     member.stop()
     other.stop()
+    store.close()
+
+
+def test_a_node_that_is_lost_after_another_has_joined_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent whose workers have succeeded goes on in spite of those that join."""
+    monkeypatch.setattr("zmqgrad.elastic.agent.rendezvoused.LOOK_SECONDS", 0.05)
+    store = HashStore(WAIT)
+    settings = RendezvousSettings("job", 2, 3, RendezvousTimeout(last_call=0.1))
+    own, other, third = (RendezvousHandler(settings, StoreBackend(store, "job"), store) for _ in range(3))
+
+    def describe(restarts: int, node: str) -> NodeInfo:
+        return NodeInfo(node, "default", 1, restarts, "127.0.0.1", 1)
+
+    coordinator = RendezvousCoordinator(lambda: own, describe)
+    seen: list[CoordinatorEvent] = []
+
+    def changes() -> list[tuple[bool, str]]:
+        seen.extend(coordinator.events.take())
+        return [(each.joined, each.lost) for each in seen if isinstance(each, MembershipChanged)]
+
+    coordinator.carry_out(Join(0))
+    formed = other.next_rendezvous()
+    formed.store.set(f"agent/node/{formed.rank}", describe(0, str(other.node)).encode())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(third.next_rendezvous)
+        eventually(changes, lambda found: (True, "") in found, WAIT)
+        other.leave()
+        eventually(changes, lambda found: not found[-1][0] and "which left or was lost" in found[-1][1], WAIT)
+        third.cancel()
+        with pytest.raises(RendezvousTimeoutError):
+            waiting.result(WAIT)
+    coordinator.close()
+    other.stop()
+    third.stop()
     store.close()
 
 

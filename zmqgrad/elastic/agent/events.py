@@ -52,11 +52,13 @@ class MembershipChanged:
         round: that is over.
         text: what happened.
         lost: the nodes that left or were lost; empty: none.
+        joined: whether nodes have only joined. It may be posted again, or be followed by a loss.
     """
 
     round: int
     text: str
     lost: str = ""
+    joined: bool = False
 
 
 @dataclass(frozen=True)

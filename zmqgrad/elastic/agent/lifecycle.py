@@ -6,6 +6,7 @@ The rules:
 2. A worker that fails on any node ends the round. While restarts are left, all agents join the next round;
    otherwise the job fails. Failures of several nodes in one round cost one restart.
 3. Nodes that join or are lost end the round, too. That costs no restart, nor does what fails from then on.
+   Those that join end it for no node whose workers have succeeded: it may be that all have.
 4. An agent without a lease kills its workers at once: the others may have begun a round without it.
 5. When the workers of this node have succeeded, the agent waits for those of the other nodes. If these fail,
    or it loses its lease, it runs its workers again.
@@ -172,8 +173,8 @@ class Lifecycle:
         match event:
             case Joined(place):
                 return self._on_joined(place)
-            case MembershipChanged(round, text, lost):
-                return self._on_membership(text, lost) if self._is_current(round) else []
+            case MembershipChanged(round):
+                return self._on_membership(event) if self._is_current(round) else []
             case RemoteFailure(round, failure):
                 return self._on_remote_failure(failure) if self._is_current(round) else []
             case Exited(round, rank, succeeded):
@@ -218,14 +219,14 @@ class Lifecycle:
             said = [Say(f"{place.world_size} workers meet at {place.master_addr}:{place.master_port}")]
         return [*said, StartWorkers(place)]
 
-    def _on_membership(self, text: str, lost: str) -> list[Effect]:
-        self._at_fault = self._at_fault or lost
-        if self.phase in (Phase.HOLDING, Phase.SUCCEEDED):
-            return [Say(text), *self._join()]
-        if self.phase is Phase.STOPPING:
+    def _on_membership(self, change: MembershipChanged) -> list[Effect]:
+        self._at_fault = self._at_fault or change.lost
+        if self.phase is Phase.STOPPING or (change.joined and self.phase is Phase.SUCCEEDED):
             return []
+        if self.phase in (Phase.HOLDING, Phase.SUCCEEDED):
+            return [Say(change.text), *self._join()]
         self.phase = Phase.STOPPING
-        return [Say(text), StopWorkers()]
+        return [Say(change.text), StopWorkers()]
 
     def _on_remote_failure(self, failure: Failure) -> list[Effect]:
         if self._failure is not None:

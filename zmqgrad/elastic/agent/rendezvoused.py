@@ -365,10 +365,10 @@ class _Round:
     def _monitor(self) -> None:
         while not self._ended.is_set():
             change = self._change()
-            if change is not None:
-                if not self._ended.is_set():
-                    self._post(change)
-                return
+            if change is not None and not self._ended.is_set():
+                self._post(change)
+                if not change.joined:
+                    return
             self._handler.wait_for_change(LOOK_SECONDS)
 
     def _change(self) -> MembershipChanged | None:
@@ -391,7 +391,7 @@ class _Round:
         if joined and not lost and not succeeded:
             arrived = "a node" if joined == 1 else f"{joined} nodes"
             text = f"{arrived} joined: restart as {self._count(joined)}"
-            return MembershipChanged(self.place.round, text)
+            return MembershipChanged(self.place.round, text, joined=True)
         return None
 
     def _reads_failure(self) -> bool:
