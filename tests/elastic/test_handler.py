@@ -40,6 +40,7 @@ from zmqgrad.errors import (
     ArgumentTypeError,
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousGracefulExitError,
     RendezvousStateError,
     RendezvousTimeoutError,
@@ -374,6 +375,20 @@ def test_shutdown_can_be_repeated(town: Town) -> None:
     assert handler.shutdown()
     handler.close()
     assert handler.shutdown()
+
+
+@pytest.mark.parametrize("end", [RendezvousHandler.shutdown, RendezvousHandler.close])
+def test_a_handler_that_is_ended_while_a_thread_joins(
+    town: Town, end: Callable[[RendezvousHandler], object]
+) -> None:
+    """Also if another node would have to come, and ``join_timeout`` is far away."""
+    handler, observer = town.handler(2, 2, join=3 * WAIT), town.handler(2, 2, join=3 * WAIT)
+    joining = town.join(handler)
+    eventually(observer.nodes, lambda nodes: nodes == [handler.node])
+    town.pool.submit(end, handler).result(WAIT)
+    with pytest.raises(RendezvousError):
+        joining[0].result(WAIT)
+    eventually(observer.nodes, lambda nodes: nodes == [])
 
 
 def test_the_end_of_a_with_block_leaves_the_round(town: Town) -> None:

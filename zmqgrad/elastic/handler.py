@@ -389,7 +389,11 @@ class RendezvousHandler:
         return self._holder.renewed + expiry - self._clock.now()
 
     def shutdown(self) -> bool:
-        """Stop, and close the rendezvous for all nodes. Returns whether it is closed. Can be repeated."""
+        """Stop, and close the rendezvous for all nodes. Returns whether it is closed. Can be repeated.
+
+        A thread that joins gets an error soon.
+        """
+        self.cancel()  # otherwise this would wait for its lock until it has joined
         self.stop()
         if not self._shut_down:
             try:
@@ -414,11 +418,13 @@ class RendezvousHandler:
         A node that serves the state, or the store of the round, waits until the others have left the round,
         or their heartbeats have expired. If some take part in the next one by then, its process goes on to
         serve the state. Otherwise it retires the state, which nodes that are about to join learn at once.
+        A thread of this process that joins gets an error soon.
         """
         if self._closed:
             return
         with ExitStack() as steps:  # which go on after one that Ctrl-C has interrupted
             self._closed = True
+            self.cancel()  # as in shutdown()
             steps.callback(self._close_backend)
             steps.callback(self._stores.close)
             if leave:
