@@ -166,7 +166,9 @@ class State:
     def wait(self, timeout: float = WAIT_SECONDS) -> None:
         """Wait until the newest commit is whole: all ranks have made it, and its shards are on two hosts.
 
-        From then on it survives the loss of any host. Without other hosts, it survives that of workers.
+        From then on it survives the loss of any host. Without other hosts, it survives that of workers. One
+        that was restored is not waited for: a host that was lost may have left its shards on one host, until
+        another commit is whole.
 
         Args:
             timeout: seconds.
