@@ -19,6 +19,7 @@ from zmqgrad.autograd.context import MAX_ENDED_PASSES, Contexts
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError, PeerLostError, RpcError
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.hooks import Hooks
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.testing.faults import Hold
@@ -167,6 +168,27 @@ def test_no_context_begins_when_the_worker_that_began_it_is_lost() -> None:
     contexts.lose(1)
     assert contexts.get_or_create(join_id(1, 7)) is None
     assert contexts.get_or_create(join_id(2, 7)) is not None
+
+
+def test_a_trace_shows_that_a_context_is_created_before_what_others_do_in_it() -> None:
+    seen: list[str] = []
+
+    class Recording:
+        """Another message of the context arrives while its creation is being recorded."""
+
+        def context_created(self, context: int) -> None:
+            other.start()
+            other.join(0.1)  # all the time it needs, if it does not wait
+            seen.append("created")
+
+    def use() -> None:
+        assert contexts.get_or_create(7) is not None
+        seen.append("used")
+
+    contexts, other = Contexts(Hooks(tracer=Recording())), threading.Thread(target=use)  # type: ignore[arg-type]
+    contexts.get_or_create(7)
+    other.join(10)
+    assert seen == ["created", "used"]
 
 
 @pytest.mark.parametrize("mode", ["smart", "auto"])

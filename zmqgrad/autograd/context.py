@@ -489,9 +489,10 @@ class Contexts:
     def _created(self, context_id: int) -> Context:
         versions = self._versions
         read_at = 0 if versions is None else versions.published
-        context = self._live[context_id] = Context(context_id, read_at)
+        context = Context(context_id, read_at)
         if (tracer := self._hooks.tracer) is not None:
             tracer.context_created(context_id)
+        self._live[context_id] = context  # last: who finds it, without the lock, may have something to trace
         return context
 
     def new(self, context_id: int) -> Context:
