@@ -25,6 +25,7 @@ from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context
 from zmqgrad.autograd.context import own_context, pass_context
+from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import ClosedError, NotInitializedError, UnknownWorkerError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
@@ -746,3 +747,20 @@ def test_an_interrupt_at_any_moment_of_a_release_stops_no_later_release(
         use()()
         eventually(partial(count, pair[1]), lambda left: left <= before + 1)  # noqa: B023
     assert hits > 5
+
+
+@KINDS
+def test_an_interrupt_at_any_moment_of_leaving_a_context_leaves_nothing_after_the_next_one(
+    kind: type[BaseException], pair: list[Worker]
+) -> None:
+    """Neither here nor on worker 1, which was never told that the context had ended."""
+    contexts = [autograd_of(worker).contexts for worker in pair]
+    hits = 0
+    modules = ("zmqgrad.autograd.api", "zmqgrad.autograd.context", *RELEASING)
+    for number in range(80):
+        leave = use_context()
+        hits += interrupted(number, modules, leave, kind)
+        del leave  # one that was not left at all ends with this
+    use_context()()
+    assert hits > 40
+    eventually(lambda: [len(each.live()) for each in contexts], lambda left: left == [0, 0])

@@ -53,8 +53,8 @@ class context:
 
     def __enter__(self) -> int:
         worker = current_worker()
-        if (abandoned := check_not_nested()) is not None:
-            autograd_of(worker).releases.release(abandoned.id)
+        if check_not_nested() is not None:
+            autograd_of(worker).releases.release_left()
         if not self._entered.acquire(blocking=False):
             raise AutogradError("This context() has been entered already: make one for each 'with'")
         try:
@@ -91,7 +91,7 @@ class context:
             finally:
                 if self._context is not None:
                     self._context.released = True
-                    self._releases.release(self._context.id)
+                    self._releases.release_left()
                 self._context = self._reading = self._activation = None
                 self._entered.release()
 

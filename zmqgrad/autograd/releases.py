@@ -56,10 +56,18 @@ class Releases:
 
     def release(self, context_id: int, notified_by: int | None = None) -> None:
         """Forget a context and notify its peers, except the worker that notified this one."""
-        context = self._contexts.release(context_id)
+        context = self._contexts.get(context_id)
         if context is None:
             return
+        context.released = True  # before its peers are read: see Autograd.outgoing
         self._schedule(context, None, notified_by)
+        self._contexts.release(context_id)  # last: a release that was interrupted can be repeated
+
+    def release_left(self) -> None:
+        """Release the contexts that count as released: what was left, also where an interrupt came."""
+        for context in self._contexts.live():
+            if context.released:
+                self.release(context.id)
 
     def end_passes(self, context: Context, passes: Sequence[int], notified_by: int | None = None) -> None:
         """Forget passes of a context and notify its peers, except the worker that notified this one."""
