@@ -2,6 +2,7 @@
 
 A key belongs to the worker that its value names. Nobody deletes the keys of a worker that has died: its
 readers judge a value by whether that worker is alive, for which its id is enough, as ids are never reused.
+One that is lost here only is alive.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Directory:
 
     Attributes:
         store: the keys of the group; None: it has none. Set by the group.
+        is_lost: whether a worker that this one has lost is lost for the group; waits until that is settled,
+            and raises RpcTimeoutError if it is not. Set by the group.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -49,6 +52,7 @@ class Directory:
         self._followers: list[Follower] = []
         self._closed = False
         self.store: Store | None = None
+        self.is_lost: Callable[[int, Deadline], bool] = lambda worker_id, deadline: True
         worker.hooks.peer_lost.append(lambda peer, error: self._on_lost())
         worker.hooks.closing.append(self._close)
 
@@ -76,10 +80,10 @@ class Directory:
         return [(k[len(prefix) :], v) for k, v in zip(keys, store.multi_get(keys), strict=True)]
 
     def is_alive(self, worker_id: int, deadline: Deadline) -> bool:
-        """Whether a worker is alive. It is asked, unless it is known to be lost.
+        """Whether a worker is alive. It is asked; if it is lost here, the group decides.
 
         Raises:
-            RpcTimeoutError: if it does not reply by ``deadline``.
+            RpcTimeoutError: if it does not reply, or the group has not decided, by ``deadline``.
         """
         worker = self._worker
         if worker_id == worker.id:
@@ -87,7 +91,7 @@ class Directory:
         try:
             worker.ask(worker_id, _reply, (), deadline.call_timeout())
         except (PeerLostError, UnknownWorkerError):
-            return False
+            return not self.is_lost(worker_id, deadline)
         return True
 
     # ---- waiting ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from zmqgrad import autograd, rpc
 from zmqgrad.errors import (
     ArgumentTypeError,
     ConfigurationError,
+    DuplicateNameError,
     DuplicateWorkerError,
     GroupError,
     NotInitializedError,
@@ -328,6 +329,50 @@ def test_a_worker_out_of_reach_of_one_is_not_struck_off_for_others(town: Town) -
         pytest.raises(PeerLostError, match="a has declared worker 1 lost: its host is out of"),
     ):
         rpc.rpc_sync("a", where)
+
+
+def make_and_lose(town: Town) -> tuple[DynamicGroup, DynamicGroup, DynamicGroup]:
+    """Three workers, of which b has a named object, and a has lost b."""
+    a, b, c = (town.join(name) for name in "abc")
+    eventually(lambda: names_known_to(a), lambda names: names == ["a", "b", "c"])
+    with acting(b):
+        rpc.remote("b", list, args=([1],), name="kept").to_here()
+        rpc.publish("weights", {"w": torch.ones(1)})
+    a.worker.lose(1, "its host is out of reach")
+    eventually(lambda: 1 in a.worker.lost)
+    return a, b, c
+
+
+def test_an_object_keeps_its_name_though_another_worker_has_lost_its_owner(town: Town) -> None:
+    """It was taken for dead, and others found the second object of that name."""
+    a, _, c = make_and_lose(town)
+    with acting(a):
+        with pytest.raises(DuplicateNameError, match="the name 'kept' is taken: b"):
+            rpc.remote("c", list, args=([2],), name="kept")
+        with pytest.raises(DuplicateNameError, match="publishes 'weights'"):
+            rpc.publish("weights", {"w": torch.zeros(1)})
+    with acting(c):
+        assert rpc.get_ref("kept").to_here() == [1]
+
+
+def test_a_name_is_free_once_the_group_has_lost_its_owner(town: Town) -> None:
+    a, b, c = make_and_lose(town)
+    town.kill(b)
+    c.worker.lose(1, "its process has ended")
+    with acting(a):
+        assert rpc.remote("c", list, args=([2],), name="kept").to_here() == [2]
+        assert rpc.publish("weights", {"w": torch.zeros(1)}) == 2
+
+
+def test_a_name_stays_with_a_worker_that_has_accused_the_one_that_wants_it(town: Town) -> None:
+    a, b, _ = (town.join(name) for name in "abc")
+    eventually(lambda: (names_known_to(a), names_known_to(b)), lambda both: both == (["a", "b", "c"],) * 2)
+    with acting(b):
+        rpc.remote("b", list, name="kept").to_here()
+    b.worker.lose(0, "its host is out of reach")
+    eventually(lambda: 1 in a.worker.lost)
+    with acting(a), pytest.raises(DuplicateNameError, match="the name 'kept' is taken: b"):
+        rpc.remote("c", list, name="kept")
 
 
 def test_a_call_of_a_member_that_the_store_cannot_confirm_is_served_later(

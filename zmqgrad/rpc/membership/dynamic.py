@@ -59,6 +59,7 @@ class DynamicGroup(Group):
         self._joined = False
         self._retry_store = Deadline.after(0.0)
         self._suspicions = Suspicions(worker, store, self._evict, is_alive)
+        worker.directory.is_lost = self._is_lost
         self._lookup = Lookup(f"zmqgrad-{worker.name}-lookup", self._refresh_for_lookup)
 
     # ---- joining ----------------------------------------------------------------------------------------
@@ -88,6 +89,9 @@ class DynamicGroup(Group):
             raise
 
     # ---- following joins and losses ---------------------------------------------------------------------
+
+    def _is_lost(self, worker_id: int, deadline: Deadline) -> bool:
+        return worker_id not in self._registry.ids() or self._suspicions.is_upheld(worker_id, deadline)
 
     def _on_change(self, worker_id: int, record: WorkerRecord | None) -> None:
         """Called in a thread of the store after a join or, without ``record``, a loss."""

@@ -67,6 +67,7 @@ class FixedGroup(Group):
         if len({record.host for record in records}) > 1:
             self._suspicions.watch_later()
             self._settle = self._suspicions.accuse
+            self.worker.directory.is_lost = self._is_lost
         self.worker.hooks.peer_lost.append(lambda peer, _: self._on_lost(peer))
         if self._served is None:
             self._mark_joined()
@@ -76,6 +77,9 @@ class FixedGroup(Group):
     def _on_lost(self, peer: int) -> None:
         if 0 not in self.worker.lost:  # it may serve the store; the barrier notices if that does not reply
             self._settle(peer)
+
+    def _is_lost(self, peer: int, deadline: Deadline) -> bool:
+        return 0 in self.worker.lost or self._suspicions.is_upheld(peer, deadline)  # see above
 
     def _withdraw(self) -> None:
         """Undo what was written, so that this process can join again through the same store."""

@@ -17,10 +17,12 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from zmqgrad.errors import ClosedError, StoreError
+from zmqgrad.errors import ClosedError, RpcTimeoutError, StoreError
+from zmqgrad.rpc.membership.membership import LEFT, LEFT_AT_ONCE
 from zmqgrad.rpc.membership.registry import IsAlive, is_alive
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
 from zmqgrad.transport.base import text_of_loss
 from zmqgrad.transport.heartbeat.failure_detector import is_on_this_host
@@ -127,6 +129,31 @@ class Suspicions:
         """Write ``verdict`` unless there is one. Returns the one that counts."""
         return self._store.compare_set(f"verdict/{accused}/{accuser}", b"", verdict)
 
+    def is_upheld(self, peer: int, deadline: Deadline) -> bool:
+        """Whether a worker that is lost here is lost for the group. Waits for the verdict.
+
+        Raises:
+            RpcTimeoutError: if there is none by ``deadline``.
+            StoreError: if the store does not reply.
+        """
+        worker, directory = self._worker, self._worker.directory
+        record = worker.membership.find_known(peer)
+        if record is None:
+            return False
+        if worker.lost.get(peer) in (LEFT, LEFT_AT_ONCE) or self._has_ended(record):
+            return True
+
+        def find() -> bytes | None:
+            verdicts = dict(directory.list(f"verdict/{peer}/"))
+            return LOST if LOST in verdicts.values() else verdicts.get(str(worker.id))
+
+        verdict = directory.wait_for(f"verdict/{peer}/{worker.id}", find, deadline)
+        if verdict is None:
+            raise RpcTimeoutError(
+                f"{worker.name}: the group has not decided in time if {record.name} is lost"
+            )
+        return verdict == LOST
+
     def _on_accused(self, key: str, old: bytes | None, new: bytes | None) -> None:
         """Called in a thread of the store when another worker has lost this one."""
         if new is not None and not self._worker.closed:
@@ -134,6 +161,7 @@ class Suspicions:
             self._accused.add(accuser)  # no need to: it is alive
             name = self._worker.membership.name_of(accuser)
             self._worker.lose(accuser, text_of_loss(name, self._worker.id, new.decode()))
+            self._decide(accuser, self._worker.id, REFUTED)  # on its behalf: nothing else settles it
             self.refute(accuser)
 
     def contradict(self, peer: int) -> None:
