@@ -26,7 +26,7 @@ from zmqgrad import rpc
 from zmqgrad.autograd import backward, context
 from zmqgrad.autograd.context import own_context, pass_context
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.errors import ClosedError, NotInitializedError, UnknownWorkerError
+from zmqgrad.errors import ClosedError, GroupError, NotInitializedError, UnknownWorkerError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
 from zmqgrad.rpc.futures import PythonFuture
@@ -684,6 +684,27 @@ def test_an_interrupt_at_any_moment_of_waiting_for_many_reaches_its_caller(
     while interrupted(number, GATHERING, call):
         number += 1
     assert hits == number > 5
+
+
+@pytest.mark.open_outcomes
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_alarm_at_any_moment_of_a_group_call_does_not_let_it_wait_for_ever(pair: list[Worker]) -> None:
+    """It was taken for the error of a callback of a reply, which was not counted."""
+    modules = ("zmqgrad.rpc.groups.sending", "zmqgrad.runtime.future")
+    hits: list[bool] = []
+
+    def run() -> None:
+        set_current_worker(pair[0])
+        group = rpc.group([0, 1])
+        for number in range(150):
+            with suppress(GroupError):
+                hits.append(interrupted(number, modules, partial(group.call, len, ("abc",)), Alarm))
+
+    calling = threading.Thread(target=run, daemon=True)
+    calling.start()
+    calling.join(WAIT)
+    assert not calling.is_alive()
+    assert sum(hits) > 50
 
 
 def test_an_interrupt_at_any_moment_of_then_leaves_no_future_without_an_end() -> None:

@@ -36,7 +36,7 @@ from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import may_wait_for_others
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
-from zmqgrad.runtime.future import Promise, countdown
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport import tap
 
 MIN_RELAYED_BYTES = 1 << 20
@@ -217,16 +217,26 @@ class GroupCall:
         """Wait until each request has a reply, or has failed; it does by its deadline."""
         if not may_wait_for_others():
             raise refused_wait(self.what)
-        ended = port.promise()
-        on_done = countdown(len(calls), lambda: ended.set_result(None))
+        ended, last_first = port.promise(), [call.promise for call in reversed(calls)]
+
+        def is_over() -> bool:
+            return all(map(Promise.done, last_first))
+
+        def on_done(_: object) -> None:
+            if is_over():
+                ended.set_result(None)
+
         tracer = self.worker.tracer
         try:
             for call in calls:
                 call.promise.add_done_callback(on_done)
                 if tracer is not None:
                     tracer.wait_begun(call.peer, call.message_id)
-            while (inbound := port.receive(ended, math.inf)) is not None:
-                self.worker.ports.on_unexpected(inbound)
+            while not is_over():  # what a signal handler raises in a callback is only logged there
+                inbound = port.receive(ended, math.inf)
+                if inbound is not None:
+                    self.worker.ports.on_unexpected(inbound)
+            port.settle()
         finally:
             if tracer is not None:
                 for call in reversed(calls):
@@ -254,10 +264,10 @@ class GroupCall:
         names = self._names()
         for name, outcome in zip(names, outcomes, strict=True):
             try:
-                found.append(outcome())
+                value = outcome()
             except Exception as e:
-                errors[name] = copy_exception(e)  # its traceback would form a cycle with this frame
-                found.append(errors[name])
+                value = errors[name] = copy_exception(e)  # its traceback would form a cycle with this frame
+            found.append(value)
         results = {name: each for name, each in zip(names, found, strict=True) if name not in errors}
         late = [name for name, each in zip(names, self._sent, strict=True) if _timed_out(each)]
         error = self._error(results, errors, late) if errors else None
@@ -267,7 +277,13 @@ class GroupCall:
         try:
             raise error from next(iter(errors.values()))
         finally:
-            del error, errors, found, results  # the traceback refers to this frame: avoid a reference cycle
+            del (
+                error,
+                errors,
+                found,
+                results,
+                value,
+            )  # the traceback refers to this frame: avoid a reference cycle
 
     def _names(self) -> list[str]:
         """The names of the members. A worker that owns several references is several members."""
