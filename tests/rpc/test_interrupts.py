@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 from tests.support.workers import WAIT, two_workers
 from tools.ports import free_port
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context
+from zmqgrad.autograd import backward, context, grad
 from zmqgrad.autograd.context import own_context, pass_context
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import ClosedError, GroupError, NotInitializedError, UnknownWorkerError
@@ -608,6 +608,21 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_the_modes_of_the_thread(
         ):
             number += 1
             assert modes() == before
+    assert number > 20
+
+
+@KINDS
+def test_an_interrupt_at_any_moment_of_grad_leaves_the_modes_of_the_thread(
+    kind: type[BaseException], pair: list[Worker]
+) -> None:
+    """The thread stayed without grad: what it computed from then on had no gradients, in silence."""
+    x = torch.ones(3, requires_grad=True)
+    modules = ("zmqgrad.autograd.grads", "zmqgrad.autograd.context")
+    number = 0
+    with context() as context_id:
+        while interrupted(number, modules, lambda: grad(context_id, x.square().sum(), [x]), kind):
+            number += 1
+            assert torch.is_grad_enabled()
     assert number > 20
 
 

@@ -15,6 +15,7 @@ import torch
 from zmqgrad.autograd.context import ActiveContext, Context
 from zmqgrad.autograd.forwarding import Autograd, autograd_of
 from zmqgrad.autograd.graph.captures import Captures
+from zmqgrad.autograd.torch_internals import set_grad_mode
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.rref.api import RRef
@@ -71,10 +72,14 @@ class RequestedInputs:
 
     def _call_owners(self, function: Any, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``function`` on the other owners inside the context, which so learn of it."""
-        worker = self._worker
-        with ActiveContext(self._context), torch.set_grad_enabled(self._options.create_graph):
-            calls = {peer: worker.call(peer, function, args[peer]) for peer in args if peer != worker.id}
-            return {peer: worker.decode(worker.wait(call)) for peer, call in calls.items()}
+        worker, grad_mode = self._worker, torch.is_grad_enabled()
+        try:  # not by `with`: what a signal handler raises before that is entered would leave the mode set
+            set_grad_mode(self._options.create_graph)
+            with ActiveContext(self._context):
+                calls = {peer: worker.call(peer, function, args[peer]) for peer in args if peer != worker.id}
+                return {peer: worker.decode(worker.wait(call)) for peer, call in calls.items()}
+        finally:
+            set_grad_mode(grad_mode)
 
 
 def tensor_of(each: Input, place: int) -> torch.Tensor:
