@@ -800,3 +800,26 @@ def test_an_interrupt_at_any_moment_of_leaving_a_context_leaves_nothing_after_th
     use_context()()
     assert hits > 40
     eventually(lambda: [len(each.live()) for each in contexts], lambda left: left == [0, 0])
+
+
+@pytest.mark.open_outcomes
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@KINDS
+def test_an_interrupt_at_any_moment_of_preparing_a_call_keeps_no_value_that_it_refers_to(
+    kind: type[BaseException], pair: list[Worker]
+) -> None:
+    """The owner waited for a message of the reference that was never sent."""
+    modules = ("zmqgrad.rpc.reply_port", "zmqgrad.rpc.calls")
+    hits = 0
+    for number in range(8):
+        kept = [rpc.remote(1, len, args=("abc",))]
+        kept[0].to_here(WAIT)
+        hits += interrupted(number, modules, lambda kept=kept: rpc.rpc_sync(1, str, (kept[0],)), kind)  # type: ignore[misc]
+        kept.clear()
+    assert hits == 8
+
+    def owned() -> int:
+        gc.collect()  # an error refers to the frames that it left
+        return int(pair[1].references.statistics()["owner_rrefs"])
+
+    eventually(owned, lambda left: left == 0)

@@ -292,24 +292,30 @@ class Client:
         if peer in self._lost:
             self._references.unfork_all(serialized.payload.forks)
             raise self._worker.loss_of(peer, describe(description))
-        kind = message.TYPE
-        span = None
-        if tap.spans is not None and isinstance(message, _SPANNED):
-            span = tap.spans.call(describe(description), self._worker.name, self._membership.name_of(peer))
-            message = replace(message, traceparent=span.traceparent)
-        if self._hooks.request_interceptor is not None:
-            message = self._hooks.request_interceptor(peer, message, serialized.tensors, description)
-        deadline = self._clock.now() + seconds if seconds else math.inf
-        port = self._ports.acquire(peer) if waits else self._ports.at_receiver
-        call = PendingCall(
-            self._next_id(), peer, deadline, seconds, description, keepalive, kind, port.promise(), port
-        )
-        if on_done is not None:
-            call.promise.add_done_callback(on_done)
-        if span is not None:
-            call.promise.add_done_callback(partial(_end_span, span))
-        if waits:
-            call.claimant, call.claim = threading.get_ident(), self._claim()
+        try:
+            kind = message.TYPE
+            span = None
+            if tap.spans is not None and isinstance(message, _SPANNED):
+                span = tap.spans.call(
+                    describe(description), self._worker.name, self._membership.name_of(peer)
+                )
+                message = replace(message, traceparent=span.traceparent)
+            if self._hooks.request_interceptor is not None:
+                message = self._hooks.request_interceptor(peer, message, serialized.tensors, description)
+            deadline = self._clock.now() + seconds if seconds else math.inf
+            port = self._ports.acquire(peer) if waits else self._ports.at_receiver
+            call = PendingCall(
+                self._next_id(), peer, deadline, seconds, description, keepalive, kind, port.promise(), port
+            )
+            if on_done is not None:
+                call.promise.add_done_callback(on_done)
+            if span is not None:
+                call.promise.add_done_callback(partial(_end_span, span))
+            if waits:
+                call.claimant, call.claim = threading.get_ident(), self._claim()
+        except BaseException:  # nothing was sent
+            self._references.unfork_all(serialized.payload.forks)
+            raise
         was_counted = was_sent = False
         try:
             self.pending.add(call)
