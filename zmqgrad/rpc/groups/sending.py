@@ -277,13 +277,8 @@ class GroupCall:
         try:
             raise error from next(iter(errors.values()))
         finally:
-            del (
-                error,
-                errors,
-                found,
-                results,
-                value,
-            )  # the traceback refers to this frame: avoid a reference cycle
+            # The traceback refers to this frame: avoid a reference cycle.
+            del error, errors, found, results, value
 
     def _names(self) -> list[str]:
         """The names of the members. A worker that owns several references is several members."""
