@@ -2,9 +2,11 @@
 
 Shared memory is not copied by a fork. If the parent released a block, the child's tensors would change under
 it. So a fork pins the blocks in use: the parent keeps references to them until the fork, and all forks made
-by it, have ended. A pipe shows that: they hold its write end, which the kernel closes with the last of them.
-Children need not be waited for, and a program that forks repeatedly (a data loader at each epoch) keeps only
-the blocks that living children can read.
+by it, have ended. A pipe shows that: they hold its write end, which the kernel closes with the last of them,
+and the service threads watch its read end. Children need not be waited for, and a program that forks
+repeatedly (a data loader at each epoch) keeps only the blocks that living children can read.
+
+A signal handler can fork, too, in a thread that holds the lock of a service thread: so that takes no lock.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ import contextlib
 import os
 import threading
 import weakref
+from functools import partial
 from typing import Protocol
+
+from zmqgrad.runtime.polling import READ
+from zmqgrad.runtime.service_thread import ServiceThread
 
 
 class Pinnable(Protocol):
@@ -50,6 +56,18 @@ class Fork:
                 each.unpin(self)
         self.close(0)
 
+    def watch(self, service: ServiceThread) -> None:
+        """Let ``service`` call :func:`unpin_ended` at the end of the fork. In its thread."""
+        with _lock:
+            if self in _living and self._pipe is not None:
+                service.watch(self._pipe[0], READ, lambda _: unpin_ended())
+
+    def unwatch(self) -> None:
+        """Undo :meth:`watch`, in all service threads."""
+        for service in _all_services():
+            if self._pipe is not None:
+                service.unwatch(self._pipe[0])
+
     def close(self, end: int) -> None:
         """Close the read end (0) or the write end (1) of the pipe in this process."""
         if self._pipe is not None:
@@ -72,7 +90,8 @@ class _Forking(threading.local):
 
 _forking = _Forking()
 _living: list[Fork] = []
-_lock = threading.RLock()  # guards _living
+_services: weakref.WeakValueDictionary[int, ServiceThread] = weakref.WeakValueDictionary()
+_lock = threading.RLock()  # guards removals from _living
 
 
 def watch(pinnable: Pinnable) -> None:
@@ -85,20 +104,29 @@ def unwatch(pinnable: Pinnable) -> None:
     _watched.pop(id(pinnable), None)
 
 
+def unpin_in(service: ServiceThread) -> None:
+    """Let ``service`` unpin the blocks of each fork as soon as that has ended. Keeps no reference to it."""
+    _services[id(service)] = service
+    for fork in _living.copy():
+        service.call_soon(partial(fork.watch, service))
+
+
+def _all_services() -> list[ServiceThread]:
+    return [service for reference in _services.valuerefs() if (service := reference()) is not None]
+
+
 def unpin_ended() -> None:
-    """Unpin the blocks of forks that have ended. Must not be called by finalizers."""
-    if not _living:
-        return
+    """Unpin the blocks of forks that have ended. In a service thread."""
     with _lock:
         ended = [fork for fork in _living if fork.has_ended()]
         for fork in ended:
             _living.remove(fork)
     for fork in ended:
+        fork.unwatch()
         fork.unpin()
 
 
 def _before() -> None:
-    unpin_ended()
     if _watched:
         _forking.fork = fork = Fork()
         fork.pin()
@@ -110,8 +138,9 @@ def _in_parent() -> None:
         return
     fork.close(1)
     if fork.pin():  # again: another thread may have opened a block since
-        with _lock:
-            _living.append(fork)
+        _living.append(fork)
+        for service in _all_services():
+            service.call_soon(partial(fork.watch, service))
     else:
         fork.unpin()
 
@@ -119,6 +148,7 @@ def _in_parent() -> None:
 def _in_child() -> None:
     global _lock
     _lock = threading.RLock()  # another thread may have held it
+    _services.clear()  # they are the parent's
     fork, _forking.fork = _forking.fork, None
     for each in [*_living, *([fork] if fork is not None else [])]:
         each.close(0)  # only the parent reads; the write end of ``fork`` stays open until this process ends

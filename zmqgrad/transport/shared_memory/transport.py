@@ -85,6 +85,7 @@ class SharedMemoryTransport:
         self._timer = timer
         if timer is not None:
             self._finalizers.start(timer)
+            forks.unpin_in(timer)
 
     # ---- sending ----------------------------------------------------------------------------------------
 
@@ -306,7 +307,6 @@ class SharedMemoryTransport:
         return self._timer.call_later(seconds, job)
 
     def _release(self) -> None:
-        forks.unpin_ended()
         self._collect_dropped()
         for peer in self._mapped_blocks.peers_with_releases():
             if not self._closed:
