@@ -359,6 +359,21 @@ def test_threads_that_reply_to_an_abandoned_channel_lose_nothing(office: Office)
         assert sorted(inbound.envelope.message_id for inbound in handed) == list(range(30))
 
 
+def test_a_channel_can_be_abandoned_whose_connections_continue_one_another(office: Office) -> None:
+    """No worker does that at a channel; but one that did would keep the thread from leaving."""
+    a, _ = pair(office)
+    channel, key = channel_to(a), local_key(None, b"")
+    endpoint = channel_endpoint(a.mailbox.endpoints[0], channel.number)
+    connections = []
+    for number in range(3):
+        hello = handshake.Hello(handshake.PROTOCOL, a.mailbox.incarnation, 9, number=number)
+        connections.append(local.connect(endpoint, hello, key, lambda _: None))
+        assert channel.receive(0.01) is None  # accepts
+    channel.abandon([channel], lambda _: None)
+    for connection in connections:
+        connection.close()
+
+
 def test_a_number_is_used_again_after_all_others(office: Office) -> None:
     """Else a program whose calls time out would lose its channels one after another, for good."""
     a, b = pair(office)

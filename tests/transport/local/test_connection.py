@@ -27,7 +27,13 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection, LocalListener
 from zmqgrad.transport.local import connection as local_connection
-from zmqgrad.transport.local.connection import ANNOUNCEMENT, LARGE, Offer, send_with_gil
+from zmqgrad.transport.local.connection import (
+    ANNOUNCEMENT,
+    LARGE,
+    MAX_DESCRIPTORS,
+    Offer,
+    send_with_gil,
+)
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello, proven, welcome
 from zmqgrad.transport.local.listener import MAX_HANDSHAKES
 from zmqgrad.transport.strangers import HANDSHAKE_SECONDS
@@ -455,6 +461,27 @@ def test_an_announcement_without_a_descriptor_does_no_harm(
     assert site.packets == [b"small", b"file 1", b"y"]
     (accepted,) = site.accepted
     assert content(accepted.descriptors.popleft()) == b"1"
+
+
+def test_announcements_without_end_leave_others_their_turn(site: Site) -> None:
+    noisy, quiet = site.ready(), site.ready()
+    for _ in range(200):
+        noisy._socket.send(ANNOUNCEMENT)
+    noisy.send(b"noisy")
+    quiet.send(b"quiet")
+    site.read()
+    assert site.packets == [b"quiet", b"noisy"]
+
+
+def test_descriptors_without_end_break_the_connection(site: Site, files: Files) -> None:
+    connection, sent = site.ready(), 0
+    with suppress(BrokenPipeError, ConnectionResetError):
+        while sent < 2 * MAX_DESCRIPTORS:
+            connection.send_all([b"x"], [files.offer(sent)])
+            sent += 1
+            site.read()
+    assert MAX_DESCRIPTORS <= sent < 2 * MAX_DESCRIPTORS
+    assert site.ends == site.accepted
 
 
 def test_a_reader_without_descriptors_reads_later(

@@ -153,9 +153,10 @@ class ReplyChannel:
         self.abandoned = True
         with self._reading:
             self.in_hand = False
-            for connection in self._listener.stop():  # nothing more arrives
-                while not self._arrived or self._arrived[-1] != (b"", connection):
-                    self._arrived.extend(self._listener.read(connection.fd))
+            self._listener.stop()  # nothing more arrives
+            while fds := list(self._listener.connections):  # again: one may continue another
+                for fd in fds:
+                    self._arrived.extend(self._listener.read(fd))
         while self._arrived:
             packet, connection = self._arrived.popleft()
             if not packet:

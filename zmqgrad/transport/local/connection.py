@@ -21,6 +21,7 @@ import ctypes
 import errno
 import fcntl
 import hmac
+import itertools
 import logging
 import mmap
 import os
@@ -57,6 +58,12 @@ ANNOUNCEMENT = b"d"
 
 LARGE = b"m"
 """The packet whose descriptor is a message: see :meth:`LocalConnection.take_large`."""
+
+MAX_ANNOUNCEMENTS = 16
+"""Announcements read in a row, without what they announce, before other connections have their turn."""
+
+MAX_DESCRIPTORS = 256
+"""Received descriptors that may wait to be taken. A peer sends one for each of its segments."""
 
 _INT = struct.Struct("@i")
 _CREDENTIALS = struct.Struct("@3i")
@@ -269,8 +276,10 @@ class LocalConnection:
         """
 
     def _receive_descriptor(self, flags: int) -> bytes:
+        if len(self.descriptors) > MAX_DESCRIPTORS:
+            raise OSError(errno.EBADMSG, "descriptors that no packet refers to")
         # A look first: of a process without a free descriptor, the kernel would drop the one in the packet.
-        while True:
+        for seen in itertools.count(1):
             _, fds, dropped = self._receive_with_descriptors(flags | socket.MSG_PEEK)
             for fd in fds:
                 os.close(fd)
@@ -283,6 +292,9 @@ class LocalConnection:
             if packet != ANNOUNCEMENT:
                 self._announced = False  # even if the sender was interrupted before it sent a descriptor
                 return packet
+            if seen == MAX_ANNOUNCEMENTS and flags:
+                break
+        raise BlockingIOError(errno.EAGAIN, "one announcement after the other")
 
     def _receive_with_descriptors(self, flags: int) -> tuple[bytes, list[int], bool]:
         packet, ancillary, found, _ = self._socket.recvmsg(
