@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -535,6 +535,32 @@ def test_a_block_of_an_interrupted_send_is_not_written_to(monkeypatch: pytest.Mo
         assert bytes(second.frames[0]) == b"y" * 5000
         assert in_flight(a) == {}
         del first, second
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="of the main thread")
+def test_an_interrupt_loses_nothing_that_was_sent_before(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to the main thread while another connection takes over what the kernel did not accept."""
+    a, gate = office.open(0), Gate()
+    office.open(1, handler=gate)
+    adopt, sent = LocalConnection.adopt, list(range(1000))
+
+    def interrupted(self: LocalConnection, queued: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        adopt(self, queued)
+
+    monkeypatch.setattr(LocalConnection, "adopt", interrupted)
+    with monkeypatch.context() as patched:
+        patched.setattr(links, "MAX_AHEAD", 0)  # they wait here
+        for number in sent:
+            a.mailbox.send(1, StoreSet("key", bytes(10_000)), number)
+    with suppress(KeyboardInterrupt):
+        a.mailbox.send(1, StoreSet("key", bytes(10_000)), len(sent))
+    gate.opened.set()
+    eventually(lambda: len(gate.ids), lambda count: count >= len(sent))
+    assert gate.ids[: len(sent)] == sent
 
 
 # ---- the end ---------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,6 +32,7 @@ import zmq
 
 from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import MONOTONIC
+from zmqgrad.runtime.late_threads import start_thread
 from zmqgrad.runtime.polling import READ, WRITE
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.transport import local
@@ -360,7 +362,15 @@ class Links:
                 self.send_packet(link, other, packet, awaited)
 
     def _continue(self, link: Link, full: LocalConnection) -> None:
-        """Opens another connection to ``link`` if the kernel accepts no more packets of ``full``."""
+        """Opens another connection to ``link`` if the kernel accepts no more packets of ``full``.
+
+        The main thread lets another one do that: Ctrl-C can interrupt it anywhere, and what waits in ``full``
+        (messages of all threads) would be lost between the two.
+        """
+        if threading.current_thread() is threading.main_thread() and not self._is_nested(link, full):
+            with suppress(RuntimeError):  # the interpreter ends
+                start_thread(partial(self._continue, link, full), f"{self._name}-continue").join()
+                return
         with link.lock:
             if link.busy or full is not link.local or full.ahead >= MAX_AHEAD or not full.backlog():
                 return
@@ -379,6 +389,10 @@ class Links:
                 link.busy = False
         if following.backlog():
             self._continue(link, following)
+
+    def _is_nested(self, link: Link, connection: LocalConnection) -> bool:
+        """Whether the calling thread is a handler's that has interrupted this thread with a lock held."""
+        return link.lock._is_owned() or connection.is_locked_here()  # type: ignore[attr-defined]
 
     def _switch(self, link: Link, full: LocalConnection, following: LocalConnection, fd: int) -> None:
         """Called with the locks of the link and of ``full`` held."""

@@ -269,6 +269,21 @@ def test_what_the_kernel_does_not_accept_waits_in_order(site: Site) -> None:
     assert site.packets[-1] == b"after"
 
 
+def test_no_packet_is_queued_of_which_an_interrupt_keeps_others_from_hearing(site: Site) -> None:
+    """Nobody would flush it, nor what is queued behind it."""
+
+    def interrupted(_: LocalConnection) -> None:
+        raise KeyboardInterrupt
+
+    connection = local.connect(site.endpoint, HELLO, JOB, interrupted, eager=True)
+    site.opened.append(connection)
+    for send in (connection.send, lambda packet: connection.send_all([packet], [])):
+        with suppress(KeyboardInterrupt):
+            while connection.backlog() == 0:
+                send(bytes(1000))
+        assert connection.backlog() == 0
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_packets_wait_until_the_connection_is_accepted(site: Site, eager: bool) -> None:
     """A listener of another job would take them for its own; eager ones go at once, behind the hello."""

@@ -209,7 +209,7 @@ class LocalConnection:
     """One end of a connection. :meth:`send` may be called from any thread, the rest by one thread at a time.
 
     Args:
-        on_backlog: called when the kernel accepts no more, after the packet was queued: :meth:`flush` must
+        on_backlog: called when the kernel accepts no more, before the packet is queued: :meth:`flush` must
             then be called once the socket is writable. Called with the lock held: it must only register that.
         hello: what the peer sent; None: this end connected, and the peer has not accepted it yet.
         expected: the packet by which the peer accepts it.
@@ -349,8 +349,8 @@ class LocalConnection:
                         self._send(packet, _NOW)
                     return False
                 except BlockingIOError:
+                    self._on_backlog(self)  # first: an interrupt would leave a packet that nobody flushes
                     self._queue(bytes(packet), -1)
-                    self._on_backlog(self)
                     return True
             self._queue(bytes(packet), -1)
             return True
@@ -433,8 +433,8 @@ class LocalConnection:
                     self._transmit(packet, fd)
                 return
             except BlockingIOError:
+                self._on_backlog(self)  # first, as in send
                 self._queue(bytes(packet), fd)
-                self._on_backlog(self)
                 return
         self._queue(bytes(packet), fd)
 
@@ -486,6 +486,10 @@ class LocalConnection:
         with self._lock:
             if self.fd >= 0:
                 act(self.fd)
+
+    def is_locked_here(self) -> bool:
+        """Returns whether the calling thread has the lock: it is a handler that has interrupted a method."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def limit_waits(self, seconds: float) -> None:
         """Limits how long ``receive(0)`` waits, by the kernel's timeout: Python's costs a ``poll``."""
