@@ -32,9 +32,12 @@ from zmqgrad.transport.local import connection as local_connection
 from zmqgrad.transport.local.channels import ReplyChannel as Channel
 from zmqgrad.transport.local.channels import channel_endpoint
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.sealed.transport import ChannelSocket
 from zmqgrad.transport.security import ZapAuthenticator, load_keys
+from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sockets import DISCONNECTED, SocketEvent
-from zmqgrad.wire.messages import ExceptionReply, Hello, RRefAck, StoreSet
+from zmqgrad.wire.codec import decode_all
+from zmqgrad.wire.messages import Chunk, ExceptionReply, Hello, RRefAck, StoreSet
 
 pytestmark = pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
 
@@ -561,6 +564,48 @@ def test_an_interrupt_loses_nothing_that_was_sent_before(
     gate.opened.set()
     eventually(lambda: len(gate.ids), lambda count: count >= len(sent))
     assert gate.ids[: len(sent)] == sent
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_an_interrupted_send_leaves_nothing_with_the_receiver(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a frame of which only parts were sent."""
+    size, parts = 4 << 20, 3
+    with office_of(OverZmq(scheme)) as office:
+        a, b = office.pair()
+        a.mailbox.send(1, HELLO, 1)
+        b.take()
+
+        def interrupts(where: type, name: str) -> None:
+            """As it sends the third part, by whichever way."""
+            real = getattr(where, name)
+
+            def interrupted(self: Any, message: Any, *more: Any) -> Any:
+                nonlocal parts
+                first = bytes(message[0] if isinstance(message, tuple) else message)
+                with suppress(ProtocolError):  # it is none, but sealed
+                    parts -= isinstance(decode_all(first)[2], Chunk)
+                    if not parts:
+                        parts = -1
+                        raise KeyboardInterrupt
+                return real(self, message, *more)
+
+            patched.setattr(where, name, interrupted)
+
+        with monkeypatch.context() as patched:
+            interrupts(ChannelSocket, "seal_and_send")
+            interrupts(SessionSocket, "send")
+            interrupts(LocalConnection, "_put")
+            with pytest.raises(KeyboardInterrupt):
+                a.mailbox.send(1, StoreSet("key", b""), 2, [bytes(size)])
+        eventually(lambda: b.mailbox.statistics()["kept_warm"], lambda kept: kept == size)
+        assert in_flight(a) == {}
+        a.mailbox.send(1, StoreSet("key", b""), 3, [b"x" * size])
+        (whole,) = b.take()
+        assert bytes(whole.frames[0]) == b"x" * size
+        assert b.mailbox.statistics()["malformed"] == 0
+        del whole
 
 
 # ---- the end ---------------------------------------------------------------------------------------------

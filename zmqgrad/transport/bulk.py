@@ -162,13 +162,16 @@ class Reassembler:
         """Returns the memory for the ``size`` bytes of a chunk; :meth:`advance` adds it once written to.
 
         Returns:
-            None if there is no memory for the frame, as whoever takes it is told.
+            None if there is no memory for the frame, as whoever takes it is told, or if it was given up.
 
         Raises:
             ProtocolError: if it does not continue the frame.
         """
         streams = self._streams.setdefault(peer, {})
         stream = streams.get(chunk.stream)
+        if not (chunk.total or size):
+            streams.pop(chunk.stream, None)
+            return None
         try:
             if not size:
                 raise ProtocolError("a chunk must have one frame, which is not empty")

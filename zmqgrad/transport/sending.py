@@ -9,6 +9,7 @@ memory, credit, and the releases that it would have carried.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.transport.base import Frame
@@ -21,7 +22,7 @@ from zmqgrad.transport.sealed.transport import SealedTransport
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY
 from zmqgrad.wire.codec import encode
-from zmqgrad.wire.messages import RESPONSE, Message, MessageType
+from zmqgrad.wire.messages import RESPONSE, Chunk, Message, MessageType
 
 STABLE_TENSOR_TYPES = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, MessageType.FORWARD_AUTOGRAD_REQ})
 """Requests of the user's program, which must not modify their tensors until they are done. Tensors of other
@@ -96,7 +97,9 @@ class Sender:
             if small and not prepared.offers:
                 links.send_packet(link, connection, first, channel != 0)
                 return len(first), INLINE
-            packets = [first] if small else self._packets(chunks, first)
+            packets = [first]
+            if not small:
+                chunks, packets = self._packets(chunks, first)
             links.send_local(link, connection, packets, prepared.offers)
             if len(packets) > 1:
                 in_chunks = len(first) if len(first) > MAX_PACKET_BYTES else 0
@@ -105,17 +108,24 @@ class Sender:
             # What a signal handler raises comes behind a system call, which may have sent the message.
             perhaps_sent = sending and not isinstance(e, ZmqgradError)
             self._undo(peer, message, prepared, size, perhaps_sent)
+            self._give_up(chunks, lambda last: links.send_local(link, link.local or connection, [last], ()))
             raise
         path = FRAMES if prepared.frames else SHARED_MEMORY if frames else INLINE
         return len(first), path
 
-    def _packets(self, chunks: list[Part], first: bytearray) -> list[bytearray]:
-        """Returns the packets of a message: its chunks, as far as a packet is too small, and the last."""
+    def _packets(self, chunks: list[Part], first: bytearray) -> tuple[list[Part], list[bytearray]]:
+        """Returns the chunks of a message, as far as a packet is too small, and its packets."""
         source = self._source
         if len(first) > MAX_PACKET_BYTES:
             large, more = split_first(first, MAX_INLINE_CHUNK_BYTES)
             chunks, first = chunks + more, encode(large, *source, 0)
-        return [*(encode(inline(chunk), *source, 0) for chunk in chunks), first]
+        return chunks, [*(encode(inline(chunk), *source, 0) for chunk in chunks), first]
+
+    def _give_up(self, chunks: list[Part], send: Callable[[bytearray], object]) -> None:
+        """Lets the receiver drop what was sent of frames whose message was perhaps not sent to its end."""
+        with suppress(ZmqgradError):
+            for stream in {chunk.stream for chunk, _ in chunks}:
+                send(encode(Chunk(stream, 0, 0), *self._source, 0))
 
     def send_tcp(
         self,
@@ -149,6 +159,10 @@ class Sender:
                 self._links.send_session(link, first, rest, parts)
         except BaseException:
             self._undo(link.peer, message, prepared, size)
+            if sealed and prepared.frames:
+                self._give_up(chunks, lambda last: self._sealed.send(sealed, (), last, ()))
+            else:
+                self._give_up(chunks, lambda last: self._links.send_session(link, last, (), ()))
             raise
         return len(first), FRAMES if frames else INLINE
 

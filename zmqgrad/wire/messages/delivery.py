@@ -123,7 +123,8 @@ class Chunk(Message, frozen=True):
 
     The manifest of the message refers to the frame by ``stream``. Chunks arrive in order. The part is the
     frame of this message, or ``data`` within a host. A frame that is ``shared`` goes to shared memory of the
-    receiver if possible, which will pass it on.
+    receiver if possible, which will pass it on. With a ``total`` of 0 it has no part: its sender was
+    interrupted, and sends no more of the frame.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CHUNK
