@@ -90,3 +90,17 @@ def test_after_the_end_and_with_one_core_it_copies_alone(
         assert copied(alone, data) == data
         assert alone.split_copies == 0
         assert alone.join(Deadline.after(20)) == []
+
+
+def test_an_interrupt_as_the_other_half_ends_is_raised() -> None:
+    """A handler runs when the lock has just been acquired: nobody releases it a second time."""
+    ended: list[bool] = []
+
+    class Interrupted:
+        def acquire(self) -> None:
+            assert not ended, "it would wait for ever"
+            ended.append(True)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        module._wait(Interrupted(), ended)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ class Copier:
     def __init__(self, name: str) -> None:
         self._name = f"{name}-copier"
         self._lock = threading.Lock()  # held during a copy with the helper, and to start and stop the helper
-        self._jobs: SimpleQueue[tuple[int, int, int, threading.Lock] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[int, int, int, threading.Lock, list[bool]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = (os.cpu_count() or 1) < 2
         self.split_copies = 0
@@ -59,11 +59,12 @@ class Copier:
         half = size // 2 // ALIGNMENT * ALIGNMENT
         done = threading.Lock()  # one per copy: an interrupted copy must not complete the next
         done.acquire()
-        self._jobs.put((destination + half, source + half, size - half, done))
+        ended: list[bool] = []
+        self._jobs.put((destination + half, source + half, size - half, done, ended))
         try:
             ctypes.memmove(destination, source, half)
         finally:
-            _wait(done)  # even after an exception: the helper uses the memory until it is done
+            _wait(done, ended)  # even after an exception: the helper uses the memory until it is done
         self.split_copies += 1
 
     def _start_helper(self) -> bool:
@@ -80,8 +81,9 @@ class Copier:
 
     def _help(self) -> None:
         while (job := self._jobs.get()) is not None:
-            destination, source, size, done = job
+            destination, source, size, done, ended = job
             ctypes.memmove(destination, source, size)
+            ended.append(True)
             done.release()
 
     def close(self) -> None:
@@ -99,12 +101,16 @@ class Copier:
         return [self._name] if thread.is_alive() else []
 
 
-def _wait(done: threading.Lock) -> None:
-    """Acquire ``done``. An exception of a signal handler (Ctrl-C) is raised only then."""
+def _wait(done: threading.Lock, ended: list[bool]) -> None:
+    """Acquire ``done``, unless it has ``ended``. An exception of a signal handler is raised only then.
+
+    One that comes as ``done`` has just been acquired must not make this wait for it again, for ever.
+    """
     interrupted: BaseException | None = None
     while True:
         try:
-            done.acquire()
+            if not ended:
+                done.acquire()
             break
         except BaseException as e:
             interrupted = e
