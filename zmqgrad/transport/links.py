@@ -367,6 +367,8 @@ class Links:
         The main thread lets another one do that: Ctrl-C can interrupt it anywhere, and what waits in ``full``
         (messages of all threads) would be lost between the two.
         """
+        if full is not link.local or full.ahead >= MAX_AHEAD:
+            return  # as below; a thread for each message would cost more than the message
         if threading.current_thread() is threading.main_thread() and not self._is_nested(link, full):
             with suppress(RuntimeError):  # the interpreter ends
                 start_thread(partial(self._continue, link, full), f"{self._name}-continue").join()
