@@ -15,6 +15,7 @@ from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError
 from zmqgrad.rpc.membership import shutdown, suspicion
+from zmqgrad.rpc.membership.dynamic import DynamicGroup
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
@@ -67,20 +68,33 @@ def test_a_worker_that_one_alone_has_lost_stays(town: Town, caplog: pytest.LogCa
     assert ids_known_to(a) == [0, 2]
 
 
+@pytest.mark.parametrize("joins_later", [False, True])
 def test_a_worker_that_one_alone_has_lost_is_monitored_by_another(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    town: Town, monkeypatch: pytest.MonkeyPatch, joins_later: bool
 ) -> None:
     """Nobody would have told the group of its death."""
-    a, b, c, d = (town.join(name) for name in "abcd")
     monitored: set[tuple[int, int]] = set()
-    for each in town.groups:
-        own = each.worker.id
+
+    def join(name: str) -> DynamicGroup:
+        made = town.make(name)
+        own = made.worker.id
         monkeypatch.setattr(
-            each.worker.mailbox, "monitor", lambda peer, own=own: monitored.add((own, peer)), raising=False
+            made.worker.mailbox, "monitor", lambda peer: monitored.add((own, peer)), raising=False
         )
+        made.join(Deadline.after(WAIT))
+        made.worker.server.serve()
+        return made
+
+    a, b, c = (join(name) for name in "abc")
+    d = None if joins_later else join("d")
+    for each in (a, b, c):
+        eventually(lambda: len(ids_known_to(each)) == 4 - joins_later)  # noqa: B023
+    monitored.clear()
     b.worker.lose(2, "it refuses connections")
     eventually(lambda: (0, 2) in monitored)
     a.worker.lose(2, "it refuses connections")
+    eventually(lambda: ids_known_to(c), lambda ids: not {0, 1} & set(ids))
+    d = d or join("d")
     eventually(lambda: (3, 2) in monitored)
     for number in (0, 1):  # whichever of the two accuses the other first: that one is alive then
         settled = [[f"d/verdict/2/{number}"], [f"d/verdict/{number}/2"]]

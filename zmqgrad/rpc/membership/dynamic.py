@@ -140,6 +140,8 @@ class DynamicGroup(Group):
         membership.learn(record)
         if self._joined:
             worker.events.joined(record.info, former)
+        if worker.lost:  # perhaps all that it might have asked before
+            self._seek_monitor(record.id)
         if record.id in worker.lost:  # before it was known here, so it could not be accused
             self._evict_later(record.id)
 
@@ -213,11 +215,21 @@ class DynamicGroup(Group):
 
     def _on_lost(self, peer: int) -> None:
         self._evict_later(peer)
+        self._seek_monitor()
+
+    def _seek_monitor(self, joined: int | None = None) -> None:
+        """Ask the worker before this one to monitor it, if others between them are lost here only.
+
+        Args:
+            joined: nobody else has to be asked; None: whoever it is.
+        """
         membership, distance = self.worker.membership, self._distance
         others = [r.id for r in membership.all() if r.id != self.worker.id]
         if not others or self._leaving:
             return
         before = max(others, key=distance)
+        if joined not in (None, before):
+            return
         between = [n for n in list(self.worker.lost) if distance(n) > distance(before)]
         if not self._removed.issuperset(between):
             self.worker.submit_if_open(partial(self._ask_to_monitor, before))
