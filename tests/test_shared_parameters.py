@@ -181,6 +181,24 @@ def test_a_step_alone_stays_in_place(c: Cluster) -> None:
     assert KEPT["p"].data_ptr() == address
 
 
+class Asks(torch.optim.SGD):
+    """Asks for the values here while it steps, by way of another worker."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        KEPT["asked"] = rpc.rpc_sync(2, values_of_remote, (rpc.RRef(KEPT["p"]),))
+
+
+def test_a_step_may_wait_for_a_call_that_reads(c: Cluster) -> None:
+    p = rpc.remote(1, make_param, (2.0,))
+    optimizer = DistributedOptimizer(Asks, [p], lr=0.5, versions=True)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, cube, (p,)).sum()])
+        assert optimizer.step(ctx).applied
+        assert values_of_remote(p) == [-4.0]
+    assert KEPT.pop("asked") == [2.0]
+
+
 def values_of_remote(p: rpc.RRef[Tensor]) -> list[float]:
     return rpc.rpc_sync(1, values_of, (p,))
 

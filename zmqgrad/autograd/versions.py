@@ -309,16 +309,24 @@ class ParameterVersions:
             return max([p.steps_since(context.read_at, context.pending_steps) for p in params], default=0)
 
     @contextmanager
-    def stepping(self, context: Context, params: Sequence[SharedParameter]) -> Iterator[list[torch.Tensor]]:
+    def stepping(
+        self, context: Context, params: Sequence[SharedParameter], may_wait: bool = False
+    ) -> Iterator[list[torch.Tensor]]:
         """Yield the memory in which a step with the gradients of ``context`` may change each of ``params``.
 
         Steps of one process take turns. On exit the values count as the latest ones.
+
+        Args:
+            context: in which the step is taken.
+            params: what it changes.
+            may_wait: whether the step may wait for a call that reads here. It changes nothing in place then,
+                for which that call would wait.
         """
         reads = thread_state.pause is not None
         with self.pause(nullcontext()) if reads else nullcontext():
             with self._lock:
                 others = self._readers + self._paused - reads
-                in_place = not (others or self._pending or any(map(self._is_held, params)))
+                in_place = not (may_wait or others or self._pending or any(map(self._is_held, params)))
                 self._writing = in_place
                 affected = params if in_place else self._with_siblings(params)
                 memory = {p: p.pending for p in affected if p.pending is not None}

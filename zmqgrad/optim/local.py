@@ -103,7 +103,8 @@ class LocalOptimizer:
             staleness, limit = self._versions.staleness(context, shared), self._sharing.max_staleness
             applied = limit is None or staleness <= limit
             if applied:
-                with self._versions.stepping(context, shared) as memory:
+                may_wait = not torch_internals.steps_alone(self.optimizer)
+                with self._versions.stepping(context, shared, may_wait) as memory:
                     used = [aliases[n] for n in stepped]
                     self._step(used, memory, [gradients[n] for n in stepped])
         tracer = current_worker().hooks.tracer

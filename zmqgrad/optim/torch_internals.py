@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def construct(optimizer_class: Any, params: Sequence[Any], args: Sequence[Any], kwargs: Any) -> Any:
@@ -44,6 +45,17 @@ def step(optimizer: Optimizer) -> None:
 def call(optimizer: Optimizer, method: str, *args: Any) -> Any:
     """Call a method other than ``step``."""
     return _undecorated(getattr(type(optimizer), method))(optimizer, *args)
+
+
+def steps_alone(optimizer: Optimizer) -> bool:
+    """Whether :func:`step` runs nothing but torch's own code: no other class, and no hooks."""
+    own = vars(optimizer).get("step")
+    return (
+        _is_torchs_class(type(optimizer))
+        and (own is None or _is_torchs(getattr(own, "__func__", own)))
+        and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    )
 
 
 @functools.cache
