@@ -194,6 +194,40 @@ os.environ["ZMQGRAD_REPLACE_TORCH_RPC"] = "1"
 import zmqgrad
 assert torch.distributed.rpc.__name__ == "zmqgrad.rpc"
 """,
+    "a module that another thread is importing is replaced, too": """
+import threading
+from importlib.machinery import PathFinder
+import zmqgrad.replacement
+
+class Late:
+    def find_spec(self, name, path, target=None):
+        if name != "torch.distributed.nn.api.remote_module":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            begun.set()
+            go_on.wait(60)
+            execute(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+def import_it():
+    import torch.distributed.nn
+
+begun, go_on = threading.Event(), threading.Event()
+sys.meta_path.insert(0, Late())
+thread = threading.Thread(target=import_it)
+thread.start()
+begun.wait(60)
+threading.Timer(1, go_on.set).start()
+zmqgrad.install()
+thread.join()
+from torch.distributed.nn import RemoteModule
+assert RemoteModule is zmqgrad.nn.RemoteModule
+""",
     "without the variable nothing is replaced": """
 import zmqgrad.rpc
 assert torch.distributed.rpc is not zmqgrad.rpc

@@ -206,9 +206,8 @@ class _Replacement:
         return outside
 
     def _replace_classes(self, module_name: str, outside: dict[str, set[str]]) -> None:
-        module = sys.modules.get(module_name)
-        if module is not None:
-            self._replace_classes_in(module, outside)
+        if module_name in sys.modules:  # perhaps only in part: a thread that imports it is waited for
+            self._replace_classes_in(importlib.import_module(module_name), outside)
             return
         hook = AfterImport(
             module_name.__eq__, lambda: self._replace_classes_in(sys.modules[module_name], outside)
