@@ -228,6 +228,19 @@ thread.join()
 from torch.distributed.nn import RemoteModule
 assert RemoteModule is zmqgrad.nn.RemoteModule
 """,
+    "a finder of the time before Python 3.4 is no obstacle": """
+import zmqgrad
+warnings.filterwarnings("ignore", category=ImportWarning)
+
+class Old:
+    def find_module(self, name, path=None):
+        return None
+
+sys.meta_path.insert(0, Old())
+zmqgrad.install()
+from torch.distributed.nn import RemoteModule
+assert RemoteModule is zmqgrad.nn.RemoteModule
+""",
     "without the variable nothing is replaced": """
 import zmqgrad.rpc
 assert torch.distributed.rpc is not zmqgrad.rpc

@@ -46,6 +46,8 @@ class AfterImport:
         if not self._matches(fullname) or self not in sys.meta_path:
             return None
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            if not hasattr(finder, "find_spec"):  # Python ignores it, too
+                continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
