@@ -132,6 +132,21 @@ def test_a_process_group_may_have_workers_without_rpc() -> None:
     run_processes(beside_a_worker_without_rpc, 3, env=env)
 
 
+def with_a_store_of_torch(rank: int) -> str:
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+    store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    store.set(f"from {rank}", str(rank))
+    found: bytes = store.get(f"from {1 - rank}")
+    rpc.shutdown()
+    return found.decode()
+
+
+def test_a_program_may_use_the_store_of_torch_itself() -> None:
+    """As the page for programs of torch's RPC says."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert run_processes(with_a_store_of_torch, 2, env=env) == ["1", "0"]
+
+
 def as_slurm_starts_it(rank: int) -> None:
     for name, value in {
         "STEP_ID": 0,
