@@ -24,7 +24,7 @@ from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.lazy_frame import Frame, materialize
 from zmqgrad.wire.messages import Blob, BlobLocation, Layout, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors import batches, decode_tensors, encode_tensors
-from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES
+from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES, MAX_SHARED_BYTES
 
 # torch is not sure of half-precision complex numbers, of CSR and of quantized tensors; we only carry them.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -598,6 +598,14 @@ def test_a_row_ends_so_that_no_tensor_keeps_much_more_than_itself() -> None:
     described, frames = send(*sent)
     assert len(described.batches) == 4
     assert max(map(len, frames)) < batches.MAX_BATCH_BYTES + batches.MAX_MEMBER_BYTES
+    assert all(map(torch.equal, decode_tensors(described, frames), sent))
+
+
+def test_a_shared_frame_ends_so_that_no_tensor_keeps_much_more_than_itself() -> None:
+    sent = [torch.ones(3, 4).t(), *many(1000, 1024)]  # of which the first has gaps: there are no batches
+    described, frames = send(*sent)
+    assert not described.batches
+    assert max(map(len, frames)) < MAX_SHARED_BYTES + MAX_INLINE_BYTES
     assert all(map(torch.equal, decode_tensors(described, frames), sent))
 
 

@@ -1,7 +1,7 @@
 """How frames share buffers: which buffers a message needs, and which slice of them each frame is.
 
 Each large frame has a buffer of its own, which is released when its own tensor dies. Small frames are slices
-of one buffer: a hundred small tensors are one block, or one ZeroMQ frame, not a hundred.
+of shared buffers: a hundred small tensors are one block, or one ZeroMQ frame, not a hundred.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from zmqgrad.wire.messages import FrameBuffer, FrameSlice, Manifest
 
 OWN_BUFFER_BYTES = 128 << 10
 """Frames of at least this size have a buffer of their own."""
+
+MAX_SHARED_BYTES = 1 << 20
+"""A buffer of this size gets no more frames: one tensor that is kept alive keeps the buffer that it is in."""
 
 MIN_FRAMES_TO_JOIN = 8
 """With fewer frames, joining small ones for a socket saves less than it costs."""
@@ -41,13 +44,13 @@ def plan(sizes: Sequence[int]) -> tuple[list[int], tuple[FrameSlice, ...]]:
         return [sizes[0] or 1], (FrameSlice(0, 0, sizes[0]),)
     buffers: list[int] = []
     slices: list[FrameSlice] = []
-    shared = -1  # index of the buffer that small frames share
+    shared = -1  # index of the buffer that small frames share now
     for size in sizes:
         if size >= OWN_BUFFER_BYTES:
             slices.append(FrameSlice(len(buffers), 0, size))
             buffers.append(size)
             continue
-        if shared < 0:
+        if shared < 0 or buffers[shared] >= MAX_SHARED_BYTES:
             shared = len(buffers)
             buffers.append(0)
         start = -(-buffers[shared] // ALIGNMENT) * ALIGNMENT

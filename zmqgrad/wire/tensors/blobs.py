@@ -21,6 +21,9 @@ size still fits, with its header, in one packet within a host (16 KiB)."""
 MAX_INLINE_BYTES_AMONG_MANY = 256
 """Limit for blobs in the header in a message with more than ``MAX_INLINE_BYTES`` of tensors."""
 
+MAX_SHARED_BYTES = 1 << 20
+"""A frame of this size gets no more blobs: one tensor that is kept alive keeps the frame that it is in."""
+
 ALIGNMENT_BYTES = 64
 """Alignment of blobs that share a frame: enough for every dtype, and one cache line."""
 
@@ -41,8 +44,8 @@ def blob_of(owner: Any, address: int, size: int, frames: list[Frame]) -> Blob:
 class Blobs:
     """Collects the blobs of the tensors of one message.
 
-    Small blobs go in the header. If there are many, they share one frame instead, which needs no encoding and
-    on which tensors can be built without a copy. :meth:`finish` must be called last.
+    Small blobs go in the header. If there are many, they share frames instead, which need no encoding and on
+    which tensors can be built without a copy. :meth:`finish` must be called last.
     """
 
     __slots__ = ("_inline", "_shared", "_shared_index", "_shared_size", "blobs", "frames")
@@ -77,9 +80,11 @@ class Blobs:
         if size <= self._inline:
             blob = Blob(BlobLocation.INLINE, size, data)
         elif size <= MAX_INLINE_BYTES:
+            if self._shared_size >= MAX_SHARED_BYTES:
+                self._end_shared()
             if self._shared_index < 0:
                 self._shared_index = len(self.frames)
-                self.frames.append(b"")  # filled by finish()
+                self.frames.append(b"")  # filled by _end_shared()
             gap = -self._shared_size % ALIGNMENT_BYTES
             if gap:
                 self._shared.append(bytes(gap))
@@ -113,8 +118,12 @@ class Blobs:
                 f"{len(descriptors)} tensors cannot be sent at once (at most {MAX_TENSORS}); join some"
             )
         if self._shared_index >= 0:
-            self.frames[self._shared_index] = b"".join(self._shared)
+            self._end_shared()
         return Tensors(tuple(descriptors), tuple(self.blobs), tuple(batches))
+
+    def _end_shared(self) -> None:
+        self.frames[self._shared_index] = b"".join(self._shared)
+        self._shared, self._shared_index, self._shared_size = [], -1, 0
 
 
 def window(owner: Any, address: int, size: int) -> memoryview:
