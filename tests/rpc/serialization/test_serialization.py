@@ -466,6 +466,19 @@ def test_references_outside_of_calls_are_refused() -> None:
         deserialize(payload, [], [])
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_parameters_of_a_module_stay_parameters_wherever_it_is_in_a_value(last: bool) -> None:
+    book, layer, alone = Book(), torch.nn.Linear(2, 3), torch.nn.Parameter(torch.ones(2))
+    parts = {"optimizer": torch.optim.SGD(layer.parameters(), 0.1), "alone": alone, "layer": layer}
+    value = [Reference(), parts if last else dict(reversed(parts.items()))]
+    _, got = travel(value, SerializationContext(book, parameters_as_tensors=True), book)
+    held = got["optimizer"].param_groups[0]["params"]
+    assert [type(p) for p in held] == [torch.nn.Parameter] * 2
+    assert all(there is p for there, p in zip(held, got["layer"].parameters(), strict=True))
+    assert type(got["alone"]) is torch.Tensor
+    assert len(book.open) == 1
+
+
 # ---- damage ----------------------------------------------------------------------------------------------
 
 

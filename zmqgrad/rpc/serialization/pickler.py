@@ -107,20 +107,30 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return find_function, (reference,)
 
 
+class ModuleFollowsError(Exception):
+    """A module follows a Parameter of it, which was pickled as a tensor: begin again, as it is known now."""
+
+
 class RpcPickler(CodePickler):
-    """Pickles the content of calls: replaces tensors by their index and RRefs by forks."""
+    """Pickles the content of calls: replaces tensors by their index and RRefs by forks.
+
+    ``dump`` raises ModuleFollowsError if it has to be done again, with the same ``module_parameters``: the
+    ids of Parameters that stay Parameters, which are added as their modules are found.
+    """
 
     def __init__(
         self,
         file: io.BytesIO,
         context: SerializationContext,
         buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None,
+        module_parameters: set[int] | None = None,
     ) -> None:
         super().__init__(file, context.main_by_reference, buffer_callback)
         self.tensors: list[torch.Tensor] = []
         self.forks: list[tuple[Any, ...]] = []
         self._context = context
-        self._module_parameters: set[int] = set()  # ids of Parameters that stay Parameters
+        self.module_parameters = set() if module_parameters is None else module_parameters
+        self._others: set[int] = set()  # ids of those that were replaced
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -131,13 +141,16 @@ class RpcPickler(CodePickler):
             return NotImplemented
         if self._context.parameters_as_tensors and not isinstance(obj, RpcSerializable):
             if isinstance(obj, torch.nn.Module):
-                self._module_parameters.update(map(id, obj.parameters()))
-            elif kind is torch.nn.Parameter and obj.requires_grad and id(obj) not in self._module_parameters:
-                self.tensors.append(obj)
-                return tensor_at, (len(self.tensors) - 1,)
+                self.module_parameters.update(map(id, obj.parameters()))
+                if not self._others.isdisjoint(self.module_parameters):
+                    raise ModuleFollowsError
             elif (
-                isinstance(obj, torch.Tensor) and obj.requires_grad and id(obj) not in self._module_parameters
+                isinstance(obj, torch.Tensor) and obj.requires_grad and id(obj) not in self.module_parameters
             ):
+                self._others.add(id(obj))
+                if kind is torch.nn.Parameter:
+                    self.tensors.append(obj)
+                    return tensor_at, (len(self.tensors) - 1,)
                 reduced = reduce_subclass(obj)
                 if reduced is not None:
                     return reduced
@@ -160,6 +173,7 @@ class PickleProbe(RpcPickler):
     """Pickles a value only to find out whether that works: creates no forks."""
 
     def __init__(self, context: SerializationContext) -> None:
+        context = context._replace(parameters_as_tensors=False)  # which needs a second try at times
         super().__init__(io.BytesIO(), context, lambda buffer: None)
 
     def _fork(self, rref: Any) -> tuple[Any, ...]:

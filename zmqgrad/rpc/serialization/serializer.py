@@ -23,7 +23,7 @@ from zmqgrad.rpc.serialization.context import (
     SerializedPayload,
 )
 from zmqgrad.rpc.serialization.naming import reference_to
-from zmqgrad.rpc.serialization.pickler import PickleProbe, RpcPickler
+from zmqgrad.rpc.serialization.pickler import ModuleFollowsError, PickleProbe, RpcPickler
 from zmqgrad.rpc.serialization.scripts import check_script_arguments
 from zmqgrad.wire.lazy_frame import Frame
 from zmqgrad.wire.messages import Blob, BlobLocation, Payload, PayloadFormat
@@ -170,19 +170,23 @@ def _serialize_pickle(
         raise PayloadError(f"cannot serialize {what}: {reason}") from e
 
 
-def _pickle(value: Any, context: SerializationContext) -> SerializedPayload:
+def _pickle(
+    value: Any, context: SerializationContext, module_parameters: set[int] | None = None
+) -> SerializedPayload:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     frames: list[Frame] = []
-    pickler = RpcPickler(file, context, buffers.append)
+    pickler = RpcPickler(file, context, buffers.append, module_parameters)
     try:
         pickler.dump(value)
         tensors = encode_tensors(pickler.tensors, frames, context.devices)
         buffer_blobs = tuple([_to_blob(b.raw(), frames) for b in buffers])
-    except BaseException:
+    except BaseException as e:
         for fork in pickler.forks:
             assert context.references is not None
             context.references.unfork(fork)
+        if isinstance(e, ModuleFollowsError):
+            return _pickle(value, context, pickler.module_parameters)
         raise
     forks = tuple([fork[:4] for fork in pickler.forks])  # the rest of a fork is in the pickle only
     pickled = _to_blob(file.getbuffer(), frames)
