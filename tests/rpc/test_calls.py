@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -401,6 +402,21 @@ def test_an_exception_is_rebuilt_though_its_constructor_wants_more(
         assert "in fail_with_own" in f"{caught.value}\n{caught.value.__cause__}"
         seen.append(caught.value)
     assert seen[1] is not seen[2], "each has a traceback of its own"
+
+
+def fail_with_errors_inside() -> None:
+    """Raises an error with others, whose constructors want more."""
+    kind = getattr(builtins, "ExceptionGroup", ValueError)  # new in Python 3.11
+    raise kind("several", [CodedError(code=3), OwnError(1, "two"), kind("more", [KeyError("x")])])
+
+
+def test_an_exception_keeps_the_exceptions_inside(pair: Cluster) -> None:
+    with pytest.raises(Exception, match="several") as caught:
+        rpc.rpc_sync("worker1", fail_with_errors_inside)
+    assert type(caught.value) is getattr(builtins, "ExceptionGroup", ValueError)
+    coded, own, more = caught.value.args[1]
+    assert (type(coded), coded.code, type(own), own.one) == (CodedError, 3, OwnError, 1)
+    assert [(type(e), e.args) for e in more.args[1]] == [(KeyError, ("x",))]
 
 
 def test_a_traceback_begins_with_the_function_that_was_called(pair: Cluster) -> None:

@@ -63,11 +63,12 @@ class PickledException:
     """Pickles an exception as class, ``args`` and attributes, to be rebuilt without calling ``__init__``.
 
     Pickle and ``copy`` call the class with ``args``. That fails where ``__init__`` passes other arguments to
-    its base class than it accepts itself.
+    its base class than it accepts itself. Exceptions among ``args``, as in a group, are pickled so as well.
     """
 
     def __init__(self, error: BaseException) -> None:
-        self._kind, self._args, self._state = type(error), args_of(error), vars(error)
+        self._kind, self._state = type(error), vars(error)
+        self._args = tuple([_with_pickled(argument) for argument in args_of(error)])
 
     @staticmethod
     def fits(error: BaseException) -> bool:
@@ -83,6 +84,12 @@ class StrippedException(PickledException):
 
     def __init__(self, error: BaseException) -> None:
         self._kind, self._args, self._state = type(error), ("",), {}
+
+
+def _with_pickled(argument: Any) -> Any:
+    if isinstance(argument, BaseException) and PickledException.fits(argument):
+        return PickledException(argument)
+    return [_with_pickled(each) for each in argument] if type(argument) is list else argument
 
 
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
