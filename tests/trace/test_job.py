@@ -54,9 +54,9 @@ class Writer:
             (tag_of(events.NameDeclared), skew, 1, "m:f"),
         ]
 
-    def knows(self, *others: Writer) -> None:
+    def knows(self, *others: Writer, at: int = 0) -> None:
         for other in others:
-            self.rows.append((tag_of(events.PeerDeclared), self.skew, 1, other.rank, other.incarnation))
+            self.rows.append((tag_of(events.PeerDeclared), at + self.skew, 1, other.rank, other.incarnation))
 
     def add(self, kind: type[events.Event], time: int, *values: object) -> None:
         self.rows.append((tag_of(kind), time + self.skew, 1, 1, *values))
@@ -154,7 +154,7 @@ def test_a_worker_that_joins_again_reuses_message_ids(tmp_path: Path) -> None:
     a, b = two(tmp_path, 2, skew=0, clock="boot")
     again = Writer(tmp_path, 0, clock="boot", incarnation=77)
     again.knows(b)
-    b.knows(again)
+    b.knows(again, at=SECOND)  # as recorders do: at the time of its first message
     call(again, b, 1, SECOND)
     again.write()
     b.write()

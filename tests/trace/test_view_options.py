@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from tests.trace.test_job import SECOND, two
+from tests.trace.test_job import SECOND, Writer, two
 from tests.trace.test_waits import finish, waits_for, workers
 from zmqgrad.__main__ import main
 from zmqgrad.trace import Job
@@ -164,3 +165,14 @@ def test_functions_come_first_and_stores_only_when_asked_for(
     printed = capsys.readouterr().out
     assert printed.index("\nfunction ") < printed.index("\ntype ") < printed.index("\nfrom > to ")
     assert "transfer" in printed
+
+
+def test_more_logs_are_read_than_a_process_may_open_at_first(tmp_path: Path) -> None:
+    for rank in range(150):
+        Writer(tmp_path, rank, clock="boot").write()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, before[1]))
+    try:
+        assert run("stats", tmp_path) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import select
 import sys
 
+from zmqgrad.cli.limits import allow_many_files
 from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.errors import ConfigurationError, JournalError, TransportError
 from zmqgrad.store.addresses import check_port, listening_address
@@ -73,7 +73,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """
     if arguments.sync and arguments.journal is None:
         raise ConfigurationError("--sync requires --journal PATH")
-    _allow_many_clients()
+    allow_many_files()  # one to three for each client
     secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
     port = arguments.port
     if port is None:
@@ -100,9 +100,3 @@ def execute(arguments: argparse.Namespace) -> int:
                 return 0
     print(f"zmqgrad store serve: the server at {server.endpoint} failed", file=sys.stderr)
     return EXIT_FAILED
-
-
-def _allow_many_clients() -> None:
-    """Raise the limit on open files to the maximum; each client needs one to three."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -14,6 +14,7 @@ from functools import partial
 from typing import cast
 
 from zmqgrad import environment
+from zmqgrad.cli.limits import allow_many_files
 from zmqgrad.cli.parser import Command, CommandParser, describe
 from zmqgrad.errors import TraceError
 
@@ -82,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Show the view, and return the exit code."""
+    allow_many_files()
     try:
         if arguments.jobs:
             importlib.import_module("zmqgrad.cli.trace_output").list_jobs(arguments)

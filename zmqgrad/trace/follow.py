@@ -14,7 +14,7 @@ from zmqgrad.trace.declarations import declare, shift
 from zmqgrad.trace.events import Event
 from zmqgrad.trace.live import is_recording
 from zmqgrad.trace.log import LogReader, find_logs
-from zmqgrad.trace.model import Declared, Entry, Process, newest_job
+from zmqgrad.trace.model import Declared, Entry, Process
 
 RECORDS_AT_ONCE = 16
 """Records of each log that one :meth:`Follower.poll` reads, so that its memory is bounded."""
@@ -39,6 +39,7 @@ class Follower:
         self._job = job
         self._logs: dict[Path, _Log] = {}
         self._reference: Process | None = None
+        self._newest = (0, "")  # when the job that began last did, and which it is
         self._find()
 
     def poll(self) -> list[Entry]:
@@ -52,6 +53,8 @@ class Follower:
                     batch = log.read()
                     if batch is None:
                         break
+                    began = log.process.info.wall  # its job may be known only now, by its workers
+                    self._newest = max([self._newest, *((began, job) for job in log.process.jobs())])
                     if self._is_wanted(log.process):
                         entries += batch
                 else:
@@ -78,8 +81,8 @@ class Follower:
             self._logs[path] = log
 
     def _is_wanted(self, process: Process) -> bool:
-        job = self._job or newest_job(log.process for log in self._logs.values())
-        return not process.jobs() or job in process.jobs()
+        jobs = process.jobs()
+        return not jobs or (self._job or self._newest[1]) in jobs
 
     def processes(self) -> list[Process]:
         """The processes whose logs are read."""

@@ -35,6 +35,10 @@ UNWRITTEN_NANOSECONDS = 10_000_000
 """Before the end of a log that grows, events may be missing whose threads were just about to record them."""
 
 
+MERGED_NANOSECONDS = 50_000_000
+"""What is merged of all logs at once: about what a process writes at once."""
+
+
 class Job:
     """The traces of one job, in ``directory``.
 
@@ -258,15 +262,18 @@ class Job:
         streams = [self._stream(process) for process in self.processes]
         heads = [(batch, stream) for stream in streams if (batch := next(stream, _NO_ENTRIES))]
         while heads:
-            until = min(batch[-1][0] for batch, _ in heads)
+            # Not only up to the end of one batch: then each batch would cost a look at all logs.
+            until = min(batch[-1][0] for batch, _ in heads) + MERGED_NANOSECONDS
             ready: list[Entry] = []
             following = []
             for batch, stream in heads:
-                count = bisect.bisect_right(batch, until, key=_time_of)
-                ready += batch[:count]
-                rest = batch[count:] or next(stream, _NO_ENTRIES)
-                if rest:
-                    following.append((rest, stream))
+                while batch and batch[-1][0] <= until:
+                    ready += batch
+                    batch = next(stream, _NO_ENTRIES)
+                if batch:
+                    count = bisect.bisect_right(batch, until, key=_time_of)
+                    ready += batch[:count]
+                    following.append((batch[count:], stream))
             heads = following
             ready.sort(key=_time_of)
             yield from ready
