@@ -167,6 +167,17 @@ def test_functions_come_first_and_stores_only_when_asked_for(
     assert "transfer" in printed
 
 
+def test_names_of_jobs_do_not_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Writer(tmp_path, 0, job="j\x1b[2J\x9b31m").write()
+    assert run("stats", tmp_path, "--jobs") == 0
+    assert run("stats", tmp_path, "--job", "other") == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("j\\x1b[2J\\x9b31m  ")
+    assert "it has j\\x1b[2J\\x9b31m\n" in err
+
+
 def test_more_logs_are_read_than_a_process_may_open_at_first(tmp_path: Path) -> None:
     for rank in range(150):
         Writer(tmp_path, rank, clock="boot").write()

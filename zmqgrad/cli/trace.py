@@ -84,13 +84,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Show the view, and return the exit code."""
     allow_many_files()
+    output = importlib.import_module("zmqgrad.cli.trace_output")
     try:
         if arguments.jobs:
-            importlib.import_module("zmqgrad.cli.trace_output").list_jobs(arguments)
+            output.list_jobs(arguments)
             return 0
         return _view(arguments.view).execute(arguments)
     except TraceError as error:
-        print(f"zmqgrad trace {arguments.view}: {error}", file=sys.stderr)
+        lines = map(output.printable, f"zmqgrad trace {arguments.view}: {error}".splitlines())
+        print(*lines, sep="\n", file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -171,7 +171,7 @@ def list_jobs(arguments: argparse.Namespace) -> None:
     """Prints the jobs of the directory, the newest last."""
     jobs = Job(directory_of(arguments)).jobs
     for name, processes in sorted(jobs.items(), key=lambda item: min(p.info.wall for p in item[1])):
-        print(f"{name}  {describe_job(processes)}")
+        print(f"{printable(name)}  {describe_job(processes)}")
 
 
 def describe_job(processes: Sequence[Process]) -> str:
