@@ -306,3 +306,53 @@ def test_a_request_that_never_ends_reaches_the_end_and_an_empty_part_says_so(
     finally:
         browser.get(browser.page)
         until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
+
+
+def test_names_make_no_links_and_workers_that_were_started_again_have_one_row(
+    browser: Any, tmp_path: Path
+) -> None:
+    link = '<a href="https://example.invalid/">x</a>'
+    for incarnation, calls in ((0, 3), (5000, 4)):
+        a, b = (Writer(tmp_path, rank, clock="boot", incarnation=(incarnation + rank)) for rank in (1, 2))
+        a.knows(b)
+        b.knows(a)
+        for each in (a, b):
+            each.rows.append((tag_of(events.NameDeclared), 0, 1, f"{incarnation}{link}"))
+        a.rows[0] = (*a.rows[0][:4], f"w1{link}", *a.rows[0][5:])
+        for i in range(calls):
+            served_call(a, b, i + 1, (incarnation + 10 * i + 1) * MS, MS)
+        for each in (a, b):
+            each.write()
+    page = tmp_path / "report.html"
+    page.write_bytes(render(Job(tmp_path)))
+    try:
+        browser.get(page.as_uri())
+        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
+
+        assert browser.find_elements("css selector", ".chart a") == []
+        legend = browser.find_elements("css selector", "#latency-chart .legendtext")
+        assert {f"…{link[-32:]}"} == {each.text for each in legend}
+        rows = "return [...document.querySelectorAll('#traffic-chart .ytick text')].map((e) => e.textContent)"
+        assert {f"w1{link}", "w2"} == set(browser.execute_script(rows))
+        cells = browser.find_elements("css selector", "#traffic-chart .heatmap-label")
+        assert [cell.text for cell in cells] == ["7", "7"]
+    finally:
+        browser.get(browser.page)
+        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
+
+
+def test_a_page_of_hundreds_of_workers_opens(browser: Any, tmp_path: Path) -> None:
+    found = [Writer(tmp_path, rank, clock="boot") for rank in range(400)]
+    found[0].knows(found[1])
+    found[1].knows(found[0])
+    served_call(found[0], found[1], 1, MS, MS)
+    for each in found:
+        each.write()
+    page = tmp_path / "report.html"
+    page.write_bytes(render(Job(tmp_path)))
+    try:
+        browser.get(page.as_uri())
+        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
+    finally:
+        browser.get(browser.page)
+        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
