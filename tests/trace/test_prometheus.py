@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -15,6 +19,8 @@ from zmqgrad.errors import TraceError
 from zmqgrad.rpc.membership.membership import LEFT
 from zmqgrad.testing import cluster
 from zmqgrad.trace import Job, record
+from zmqgrad.transport import tap
+from zmqgrad.wire.messages import MessageType
 
 pytest.importorskip("prometheus_client")
 
@@ -93,6 +99,44 @@ def test_a_trace_is_recorded_beside_the_counters(tmp_path: Path) -> None:
     assert value(registry, "zmqgrad_messages_total", worker="worker0", type="CALL", direction="sent")
     calls = [c for c in Job(tmp_path).calls() if c.request.type == "CALL"]
     assert any(c.is_complete and c.started is not None for c in calls)
+
+
+def attached() -> Any:
+    active = tap.active()
+    assert active is not None
+    return active.attach(tap.Identity(tap.WORKER, "worker0"))
+
+
+def send(tracer: Any, number: int) -> None:
+    tracer.tap(True, 1, (int(MessageType.CALL), 0, 0, number), SimpleNamespace(TYPE=MessageType.CALL), 9, 100)
+
+
+def test_a_reply_that_is_read_before_its_request_is_noted_is_counted(registry: CollectorRegistry) -> None:
+    tracer, kind = attached(), MessageType.RESULT
+    tracer.tap(False, 1, (int(kind), 0, 0, 7), SimpleNamespace(TYPE=kind, is_awaited_by=bool), 9, 1_000_100)
+    send(tracer, 7)
+    latency = {"worker": "worker0", "type": "CALL"}
+    assert value(registry, "zmqgrad_request_seconds_count", **latency) == 1
+    assert value(registry, "zmqgrad_request_seconds_sum", **latency) == 1e-3
+
+
+def test_requests_that_get_no_reply_are_forgotten_beside_other_threads(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "MAX_OPEN", 10)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        tracer = attached()
+
+        def send_many(first: int) -> None:
+            for number in range(first, first + 20_000):
+                send(tracer, number)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(send_many, range(0, 400_000, 100_000)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_the_counters_are_served_as_text() -> None:

@@ -11,6 +11,7 @@ Needs the extra ``zmqgrad[prometheus]``. A trace that is recorded (ZMQGRAD_TRACE
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from zmqgrad.errors import TraceError
 from zmqgrad.trace.events import Role
-from zmqgrad.trace.kinds import BACKWARD, ONE_WAY, SERVED, type_name
+from zmqgrad.trace.kinds import BACKWARD, ONE_WAY, REPEATED, SERVED, type_name
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.tap import Identity, Tapped, Tracer
 from zmqgrad.wire.messages import REQUEST, RESPONSE
@@ -29,10 +30,12 @@ LATENCY_SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e
 """Bounds of the latency histogram."""
 
 MAX_OPEN = 1 << 16
-"""Open requests whose time is kept; the oldest are forgotten (their peer was lost, they timed out)."""
+"""Requests without a reply whose time is kept; the oldest are forgotten (their peer was lost, say)."""
 
 _QUEUED = SERVED | BACKWARD
 """Requests that engine threads serve."""
+
+_UNPAIRED = ONE_WAY | REPEATED
 
 
 class Metrics:
@@ -87,7 +90,8 @@ class _CountingTracer:
         self._number = identity.number
         self._counters = cache(self._make)
         self._latency = cache(lambda kind: metrics.latency.labels(self._name, type_name(kind)))
-        self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # kind and time by peer and message id
+        # Kind and time of a request, or of its reply, whichever was first; by peer and message id.
+        self._open: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self._queued: set[tuple[int, int]] = set()
         if is_worker:
             metrics.queued.labels(self._name).set_function(lambda: len(self._queued))
@@ -112,16 +116,17 @@ class _CountingTracer:
         return self._metrics.messages.labels(*labels), self._metrics.bytes.labels(*labels)
 
     def _measure(self, tapped: Tapped, key: tuple[int, int]) -> None:
-        outgoing, message, time = tapped.outgoing, tapped.message, tapped.time
+        outgoing, message = tapped.outgoing, tapped.message
         kind = message.TYPE
-        if outgoing and kind & REQUEST and kind not in ONE_WAY:
-            self._sent[key] = (kind, time)
-            if len(self._sent) > MAX_OPEN:
-                self._sent.pop(next(iter(self._sent), key), None)
-        elif not outgoing and kind & RESPONSE:
-            sent = self._sent.pop(key, None)
-            if sent is not None:
-                self._latency(sent[0]).observe((time - sent[1]) / 1e9)
+        if kind & (REQUEST if outgoing else RESPONSE) and kind not in _UNPAIRED:
+            one = (kind, tapped.time)
+            other = self._open.setdefault(key, one)  # atomic: another thread may read the reply just now
+            if other is not one:
+                self._open.pop(key, None)
+                request, reply = (one, other) if outgoing else (other, one)
+                self._latency(request[0]).observe((reply[1] - request[1]) / 1e9)
+            elif len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
         elif not outgoing and kind in _QUEUED and not message.is_awaited_by(self._number):
             self._queued.add(key)  # a coordinator reads the gradients for itself at its own channel
 
@@ -144,7 +149,7 @@ class _CountingTracer:
 
     def close(self) -> None:
         self._queued.clear()
-        self._sent.clear()
+        self._open.clear()
         self._inner.close()
 
 
