@@ -20,7 +20,7 @@ from zmqgrad.store import TCPStore
 from zmqgrad.trace import Job, launch_environment, record
 from zmqgrad.trace import tracer as tracing
 from zmqgrad.trace import writer as writing
-from zmqgrad.trace.events import Dropped, RequestFinished, RequestStarted
+from zmqgrad.trace.events import Dropped, RequestFinished, RequestStarted, WaitBegun, WaitEnded
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.recorder import Recorder, start_from_environment
 from zmqgrad.trace.tracer import show_arguments
@@ -85,6 +85,28 @@ def test_files_are_for_the_user_alone_and_an_idle_process_has_none(tmp_path: Pat
         tap.unregister(subject)
     assert recorder.path is not None
     assert stat.S_IMODE(recorder.path.stat().st_mode) == 0o600
+
+
+def test_the_end_of_what_the_log_shows_as_begun_is_never_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "FLUSH_SECONDS", 3600.0)
+    subject = Subject()
+    with record(tmp_path, max_events=100) as recorder:
+        tap.register(subject)
+        assert subject.tracer is not None
+        subject.tracer.wait_begun(1, 7)
+        subject.tracer.request_started(1, 8)
+        recorder.flush()
+        for i in range(1000):
+            subject.tracer.request_described(i, "f", None, None)
+        subject.tracer.request_finished(1, 8, False)
+        subject.tracer.wait_ended(1, 7, False)
+        recorder.flush()
+        found = [type(stamped.event) for stamped in Job(tmp_path).events()]
+        tap.unregister(subject)
+    assert found.count(RequestStarted) == found.count(RequestFinished) == 1
+    assert found.count(WaitBegun) == found.count(WaitEnded) == 1
 
 
 def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

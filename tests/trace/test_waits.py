@@ -353,6 +353,20 @@ def test_a_result_that_the_loss_uses_in_part_is_told(
     assert [f.title for f in find(Job(tmp_path))] == [title] * bool(title)
 
 
+@pytest.mark.parametrize("by_requester", [True, False])
+def test_a_call_whose_reply_may_have_been_dropped_is_no_finding(tmp_path: Path, by_requester: bool) -> None:
+    a, b = workers(tmp_path, 2)
+    call(a, b, 1, SECOND, reply=False)
+    (a if by_requester else b).rows.append((tag_of(events.Dropped), 2 * SECOND, 7))
+    waits_for(a, b, 2, SECOND)  # its thread still waits, which is certain
+    call(a, b, 3, 3 * SECOND, reply=False)  # nothing was dropped since then
+    a.add(events.RendezvousStep, 30 * SECOND, 1, "later", 0, 0)
+    finish(a, b)
+    waits = find_waits(Job(tmp_path))
+    assert [wait.message_id for wait in waits.open] == [2, 3]
+    assert {call.request.message_id for call in waits.open_calls} == {2, 3}
+
+
 def test_drops_damage_and_unknown_clocks_are_told(tmp_path: Path) -> None:
     a = Writer(tmp_path, 0, clock="boot")
     b = Writer(tmp_path, 1, clock="another")

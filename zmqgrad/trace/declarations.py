@@ -72,5 +72,6 @@ def _declare(process: Process, event: Event) -> None:
             process.actors[event.actor].stopped = event.time
     elif isinstance(event, Dropped):
         process.dropped += event.count
+        process.dropped_until = max(process.dropped_until, event.time)
     elif isinstance(event, ClockSample):
         process.samples.append((event.wall, event.time))

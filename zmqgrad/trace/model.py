@@ -48,6 +48,8 @@ class Process(msgspec.Struct, eq=False):
     last: int = 0
     events: int = 0
     dropped: int = 0
+    dropped_until: int = 0
+    """Before this time, events may have been dropped."""
     samples: list[tuple[int, int]] = []
     """The wall clock at times of its own clock, about once a second, each with that time."""
     damage: str = ""

@@ -154,7 +154,7 @@ class Tracer:
         key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
         begun, ended = self._active.requests.pop(key, None), now()
         if begun is None:  # the begin is in the log, or was before the recording
-            self._append((_REQUEST_FINISHED, ended, *key, failed))
+            self._queue.append((_REQUEST_FINISHED, ended, *key, failed))  # never dropped; one for each thread
         else:
             self._append((_REQUEST_RAN, begun, *key, ended - begun, failed))
 
@@ -186,7 +186,7 @@ class Tracer:
         if failed:
             self._recorder.wait_failed(ended, key[0], isinstance(sys.exc_info()[1], KeyboardInterrupt))
         if begun is None:  # as above
-            self._append((_WAIT_ENDED, ended, *key, failed))
+            self._queue.append((_WAIT_ENDED, ended, *key, failed))
         elif failed or ended - begun >= SHORT_WAIT_NANOSECONDS:
             self._append((_WAITED, begun, *key, ended - begun, failed))
 

@@ -155,6 +155,8 @@ def find_waits(job: Job, now: int | None = None, reader: Reader | None = None) -
                 wait.call, wait.target = call, request.target
         if may_be_answered(call, job):
             answered.add(id(wait))
+        elif (wait is None or wait.until is not None) and _may_miss_reply(call, job):
+            continue
         elif not call.is_complete and request.sent is not None and request.kind not in ONE_WAY | REPEATED:
             if call.given_up is None:
                 pending.append(call)
@@ -244,6 +246,15 @@ def may_be_answered(call: Call, job: Job) -> bool:
     if source is None or reply is None or reply.sent is None or reply.received is not None:
         return False
     return job.known_until(source.process) - reply.sent < IN_FLIGHT_NANOSECONDS
+
+
+def _may_miss_reply(call: Call, job: Job) -> bool:
+    """Whether the recorder may have dropped the reply, or the request at its server."""
+    request = call.request
+    if call.is_complete or call.given_up is not None or request.sent is None:
+        return False
+    processes = (actor.process for actor in (request.source, request.target) if actor is not None)
+    return any(p.dropped and request.sent <= job.time(p, p.dropped_until) for p in processes)
 
 
 def _open_call(source: Actor, call: Call) -> Wait:
