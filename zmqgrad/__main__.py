@@ -6,6 +6,7 @@ Loads only the module of the requested command, so that the launcher starts fast
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -15,6 +16,9 @@ from zmqgrad.cli.commands import command_parser, module
 from zmqgrad.cli.parser import EXIT_INTERRUPTED, EXIT_PIPE, EXIT_USAGE, discard_output
 from zmqgrad.environment import replaces_torch_rpc
 from zmqgrad.errors import ConfigurationError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +50,12 @@ def _execute(arguments: argparse.Namespace) -> int:
     except ConfigurationError as error:
         print(f"zmqgrad {arguments.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        discard_output()
+        print(f"zmqgrad {arguments.command}: cannot write: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 if __name__ == "__main__":

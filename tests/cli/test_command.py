@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -35,6 +36,16 @@ def test_a_closed_stdout_fails_no_command(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["completion", "bash"]) == 0
     sys.stdout.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="stands for a full disk")
+def test_an_output_that_takes_no_more_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["completion", "bash"]) == 1
+    assert capsys.readouterr().err == "zmqgrad completion: cannot write: No space left on device\n"
 
 
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
