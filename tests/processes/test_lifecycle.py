@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,9 +24,11 @@ from zmqgrad.errors import (
     PeerLostError,
     RendezvousError,
     RendezvousTimeoutError,
+    RpcError,
     RpcTimeoutError,
     WorldSizeError,
 )
+from zmqgrad.rendezvous import register_rendezvous_handler
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.membership.shutdown import LEAVE_POLL_SECONDS
 from zmqgrad.runtime.clock import MONOTONIC
@@ -612,3 +616,47 @@ def interrupted_as_it_joins(rank: int) -> str:
 
 def test_a_handler_that_calls_shutdown_ends_init_rpc() -> None:
     assert "not been initialized" in run_processes(interrupted_as_it_joins, 1)[0]
+
+
+def is_refused_while_it_joins(rank: int) -> int:
+    """A thread joins where nobody else comes. Returns the status of a fork that joins a group of its own."""
+    inside, end = threading.Event(), threading.Event()
+
+    def meet(url: str, **settings: Any) -> Iterator[Any]:
+        inside.set()
+        if end.wait(AT_ONCE):
+            raise RendezvousError("nobody came")
+        yield
+
+    def join_by(init_method: str) -> None:
+        rpc.init_rpc(
+            "a", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=init_method)
+        )
+
+    register_rendezvous_handler("waits", meet)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(join_by, "waits://")
+        assert inside.wait(AT_ONCE)
+        try:
+            with pytest.raises(RpcError, match="init_rpc is running already"):
+                join_by("env://")
+            for graceful in True, False:
+                with pytest.raises(NotInitializedError, match="not been initialized"):
+                    rpc.shutdown(graceful)
+            child = os.fork()
+            if child == 0:
+                join_by("env://")
+                rpc.shutdown()
+                os._exit(0)
+            status = os.waitpid(child, 0)[1]
+        finally:
+            end.set()
+        with pytest.raises(RendezvousError, match="nobody came"):
+            joining.result()
+    join_by("env://")
+    rpc.shutdown()
+    return status
+
+
+def test_init_rpc_and_shutdown_do_not_wait_for_another_thread_that_joins() -> None:
+    assert run_processes(is_refused_while_it_joins, 1) == [0]

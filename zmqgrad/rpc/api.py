@@ -97,7 +97,7 @@ def init_rpc(
         ConfigurationError: if an argument or an environment variable is invalid.
         RendezvousError: if the rendezvous fails: setting missing, port in use, name or rank taken
             (``DuplicateWorkerError``), missing workers (``RendezvousTimeoutError``, with their names).
-        RpcError: if this process has joined a group already.
+        RpcError: if this process has joined a group already, or is about to in another thread.
 
     Example:
         >>> rpc.init_rpc("alone", rank=0, world_size=1)
@@ -112,9 +112,12 @@ def init_rpc(
     _check_options(backend, own, options)
     options.check_devices()
     warn_of_leftovers()
+    if _joining:  # not with the lock, which that call holds until the last worker has joined
+        raise RpcError(
+            "init_rpc is running already, in another thread or interrupted by this signal handler: let that "
+            "return first"
+        )
     with _lock:
-        if _joining:
-            raise RpcError("init_rpc was called by a signal handler while it is running in the same thread")
         if _group is not None:
             raise RpcError(
                 f"RPC is already initialized in this process (as {_group.worker.name}); call shutdown() first"
@@ -186,7 +189,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         timeout: seconds; 0 for no limit.
 
     Raises:
-        NotInitializedError: if this process has not joined a group.
+        NotInitializedError: if this process has not joined a group, or another thread is still joining one.
         RpcError: if called inside a remote call, which would wait for itself, or gracefully by a callback in
             a thread of the worker, or by a signal handler during shutdown.
         RpcTimeoutError: if other workers did not call it in time, with their names. This worker has left all
@@ -202,6 +205,11 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         raise RpcError(
             "shutdown was called inside a remote call, and would wait until that has ended; let the function "
             "return, and call shutdown where init_rpc was called"
+        )
+    if _joining:
+        raise NotInitializedError(
+            "RPC has not been initialized yet: init_rpc is running, in another thread or interrupted by this "
+            "signal handler. Call shutdown() when it has returned; join_timeout (RpcBackendOptions) bounds it"
         )
     group = _group
     if graceful and group is not None and group.worker.pool.runs_here():
@@ -243,10 +251,10 @@ def _leave_at_exit() -> None:
 
 def _forget_in_fork() -> None:
     """A forked child has the memory of its parent's group but not its threads, so it has not joined one."""
-    global _group, _lock
+    global _group, _lock, _joining
     if _group is not None:
         _inherited.append(_group)  # finalizers of the parent's objects must not run here
-    _group, _lock = None, threading.RLock()
+    _group, _lock, _joining = None, threading.RLock(), False
 
 
 _inherited: list[Group] = []
