@@ -245,6 +245,18 @@ def test_torchs_store_requires_torch(monkeypatch: pytest.MonkeyPatch, torch_stor
     assert "an HTTP server is there" in failure("env://")
 
 
+def test_the_store_does_not_take_the_port_that_the_workers_know(
+    monkeypatch: pytest.MonkeyPatch, torch_store: TorchStoreDouble
+) -> None:
+    """Where the system would choose it for the store, nothing could listen there for the others."""
+    port = free_port()
+    monkeypatch.setenv("ZMQGRAD_PORT_RANGE", f"{port}-{min(port + 20, 65535)}")
+    store, _, _ = rendezvous_beside(f"tcp://127.0.0.1:{port}", 0, 1, PATIENCE, group=Group("test"))
+    with store:
+        assert isinstance(store, TCPStore)
+        assert store.port != port
+
+
 def test_a_worker_that_reads_an_old_address_reads_it_again(
     monkeypatch: pytest.MonkeyPatch, torch_store: TorchStoreDouble
 ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -154,6 +155,11 @@ class _Address(NamedTuple):
             f"{'the agent of torchrun' if self.by_agent else 'the store of torch'} at {self.host}:{self.port}"
         )
 
+    def serve(self) -> TCPStore:
+        return TCPStore(
+            self.host, 0, self.world_size, is_master=True, timeout=self.timeout, wait_for_workers=False
+        )
+
     def connect(self, port: int, timeout: Timeout) -> TCPStore:
         return TCPStore(self.host, port, self.world_size, timeout=timeout, wait_for_workers=False)
 
@@ -164,9 +170,10 @@ class _Address(NamedTuple):
 
 def _serve(address: _Address) -> TCPStore:
     # First, because it is refused where it would be reachable without a secret; torch's store never is.
-    store = TCPStore(
-        address.host, 0, address.world_size, is_master=True, timeout=address.timeout, wait_for_workers=False
-    )
+    store = address.serve()
+    if store.port == address.port:  # the system has chosen the one that the workers know
+        with closing(store):  # it is taken until there is another
+            store = address.serve()
     try:
         published = address.open_torch_store(
             address.host, address.port, not address.by_agent, address.deadline
