@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
 import threading
 import weakref
@@ -67,6 +68,16 @@ def test_tasks_run_and_threads_are_kept(make: Make) -> None:
 
 def test_threads_are_named(make: Make) -> None:
     assert run(make(1), lambda: threading.current_thread().name).wait(10) == "p-engine-1"
+
+
+def test_a_fork_that_returns_from_its_task_ends(make: Make) -> None:
+    """It would wait for the next task for ever, and whoever waits for its end with it."""
+
+    def fork() -> int | None:
+        child = os.fork()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
+
+    assert run(make(1), fork).wait(10) == 1
 
 
 def test_no_more_threads_work_than_its_size(make: Make) -> None:

@@ -13,6 +13,7 @@ becomes leader again if no follower was woken meanwhile. Messages therefore neve
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Protocol
 from zmqgrad.errors import ClosedError
 from zmqgrad.runtime.blocking import blocking_section, set_pool, thread_state
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.late_threads import are_scarce, start_thread
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,21 @@ class ThreadPool:
         self._reader = 0  # id of the thread that reads from the source; 0: none
         self._all_idle = threading.Condition(self._lock)
         self._idle_waiters = 0
+        self._forked = False
+        in_forks(self, ThreadPool._note_fork)
+
+    def _note_fork(self) -> None:
+        self._forked = True
+
+    def _end_fork(self) -> None:
+        """Ends this process, forked by a task that has returned in it: it would wait for tasks for ever."""
+        logger.error(
+            "process %d ends, which a task of %s has forked, as the task has returned there; "
+            "end it by os._exit()",
+            os.getpid(),
+            self._name,
+        )
+        os._exit(1)
 
     def submit(self, task: Task) -> None:
         """Runs ``task`` soon. It must handle its own errors; an exception that escapes is logged.
@@ -142,6 +159,8 @@ class ThreadPool:
                 task()
             except BaseException:
                 logger.exception("a task of %s failed", self._name)
+            if self._forked:
+                self._end_fork()
             del task  # a follower would keep the tensors of its last task alive
             with self._lock:
                 if self._closed or self._backlog or self._followers >= MAX_FOLLOWERS:
@@ -231,6 +250,8 @@ class ThreadPool:
                 task()
             except BaseException:
                 logger.exception("a task of %s failed", self._name)
+            if self._forked:
+                self._end_fork()
             del task  # an idle thread would keep the tensors of its last task alive
             if not self._continue():
                 return
