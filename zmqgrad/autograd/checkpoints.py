@@ -38,7 +38,7 @@ from zmqgrad.autograd.torch_internals import as_graph_task, map_tensors, tensor_
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.calls import describe
 from zmqgrad.rpc.functions import MARK, DeferredResult, check_result
-from zmqgrad.rpc.serialization.pickler import PickleProbe
+from zmqgrad.rpc.serialization.pickler import tensors_of
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import blocking_section, holding
 from zmqgrad.wire.messages import PassOptions, Result
@@ -255,9 +255,7 @@ class CheckpointedCall:
         if type(value) is torch.Tensor:
             return [value]
         requester = self._worker.membership.record(self._caller)
-        probe = PickleProbe(self._worker.contexts.for_replies(requester))
-        probe.dump(value)
-        return probe.tensors
+        return tensors_of(value, self._worker.contexts.for_replies(requester))
 
     def _drop_hooks(self) -> None:
         """Remove the hooks that a run has registered at the arguments: the next one registers them again."""

@@ -169,12 +169,24 @@ class RpcPickler(CodePickler):
         return fork
 
 
-class PickleProbe(RpcPickler):
-    """Pickles a value only to find out whether that works: creates no forks."""
+def tensors_of(
+    value: Any, context: SerializationContext, module_parameters: set[int] | None = None
+) -> list[torch.Tensor]:
+    """The tensors in ``value``, in the order in which they are sent.
 
-    def __init__(self, context: SerializationContext) -> None:
-        context = context._replace(parameters_as_tensors=False)  # which needs a second try at times
-        super().__init__(io.BytesIO(), context, lambda buffer: None)
+    Raises:
+        Exception: of pickle, or of a class in ``value``, if it cannot be pickled.
+    """
+    probe = _PickleProbe(io.BytesIO(), context, lambda buffer: None, module_parameters)
+    try:
+        probe.dump(value)
+    except ModuleFollowsError:
+        return tensors_of(value, context, probe.module_parameters)
+    return probe.tensors
+
+
+class _PickleProbe(RpcPickler):
+    """Pickles a value only to find out what it contains: creates no forks."""
 
     def _fork(self, rref: Any) -> tuple[Any, ...]:
         if self._context.references is None:

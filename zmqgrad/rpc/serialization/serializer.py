@@ -23,7 +23,7 @@ from zmqgrad.rpc.serialization.context import (
     SerializedPayload,
 )
 from zmqgrad.rpc.serialization.naming import reference_to
-from zmqgrad.rpc.serialization.pickler import ModuleFollowsError, PickleProbe, RpcPickler
+from zmqgrad.rpc.serialization.pickler import ModuleFollowsError, RpcPickler, tensors_of
 from zmqgrad.rpc.serialization.scripts import check_script_arguments
 from zmqgrad.wire.lazy_frame import Frame
 from zmqgrad.wire.messages import Blob, BlobLocation, Payload, PayloadFormat
@@ -198,7 +198,7 @@ def _find_unpicklable(arguments: Mapping[str, Any], context: SerializationContex
     """Name and type of the first argument that cannot be pickled by itself; empty if all can."""
     for name, value in arguments.items():
         try:
-            PickleProbe(context).dump(value)
+            tensors_of(value, context)
         except Exception:
             return f"{name} ({type(value).__name__})"
     return ""
