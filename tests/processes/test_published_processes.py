@@ -261,6 +261,7 @@ def across(rank: int) -> dict[str, Any]:
         rpc.publish("policy", content, changed=["b"])
         rpc.barrier(everybody)
         result["changed"] = sent() - result["whole"]
+        rpc.barrier(everybody)  # from now on, 3 may get its part
         rpc.barrier(everybody)
         result["part"] = sent() - result["whole"] - result["changed"]
         rpc.publish("policy", state(3.0, SIZE))
@@ -276,6 +277,7 @@ def across(rank: int) -> dict[str, Any]:
     rpc.barrier(everybody)
     second = subscription.wait(1) if subscription.version < 2 else subscription.tensors
     result["second"] = values({"a": second["a"]}), values({"b": second["b"]})
+    rpc.barrier(everybody)
     rpc.barrier(everybody)
     if rank == 3:
         subscription.close()
