@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from tests.transport.shared_memory.test_transport import Side, uses_arena
+from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.mapped_blocks import _PeerSegment
 from zmqgrad.transport.shared_memory.packing import OWN_BUFFER_BYTES
 from zmqgrad.transport.shared_memory.segment import supported
@@ -135,7 +136,8 @@ class Leases(RuleBasedStateMachine):
 
     @rule()
     def run_timers(self) -> None:
-        """Releases without a message, and memory that returns to the system."""
+        """Releases without a message, ends of forks, and memory that returns to the system."""
+        forks.unpin_ended()  # for the service threads, which there are none of here
         for side in self.sides:
             side.run_jobs()
 
@@ -163,6 +165,7 @@ class Leases(RuleBasedStateMachine):
         codes = [fork.end() for fork in self.forks]
         self.kept.clear()
         gc.collect()
+        forks.unpin_ended()
         for side in (*self.sides, *self.sides):  # each sends its releases, then both find unmapped segments
             side.transport._release()
         left = [side.leased for side in self.sides]
