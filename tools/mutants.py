@@ -142,7 +142,7 @@ MUTANTS = {
         "link.end_reason and not link.ended and not link.paths:",
         "link.end_reason and not link.ended:",
         "kills",
-        17,
+        28,
     ),
     "task-first": Mutant(  # futures are completed after a task that may wait for them
         "transport/reader.py",
