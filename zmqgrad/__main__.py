@@ -13,12 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from zmqgrad.cli.commands import command_parser, module
-from zmqgrad.cli.parser import EXIT_INTERRUPTED, EXIT_PIPE, EXIT_USAGE, discard_output
+from zmqgrad.cli.parser import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_USAGE, discard_output
 from zmqgrad.environment import replaces_torch_rpc
 from zmqgrad.errors import ConfigurationError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,23 @@ def test_light_and_dark_and_a_narrow_window(browser: Any) -> None:
     assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []
 
 
+@contextmanager
+def report_of(directory: Path, browser: Any) -> Iterator[None]:
+    """Show the report of the logs in ``directory``, and then the common one again."""
+    page = directory / "report.html"
+    page.write_bytes(render(Job(directory)))
+    try:
+        show(browser, page.as_uri())
+        yield
+    finally:
+        show(browser, browser.page)
+
+
+def show(browser: Any, page: str) -> None:
+    browser.get(page)
+    until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
+
+
 def test_a_request_that_never_ends_reaches_the_end_and_an_empty_part_says_so(
     browser: Any, tmp_path: Path
 ) -> None:
@@ -292,20 +310,13 @@ def test_a_request_that_never_ends_reaches_the_end_and_an_empty_part_says_so(
     a.add(events.RendezvousStep, 900 * MS, 1, "later", 0, 0)
     for each in (a, b):
         each.write()
-    page = tmp_path / "report.html"
-    page.write_bytes(render(Job(tmp_path)))
-    try:
-        browser.get(page.as_uri())
-        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
+    with report_of(tmp_path, browser):
         bars = "return T.hits.filter((h) => !h.line && h.row >= 0 && isUnfinished(h.row)).map((h) => h.w)"
         (wide,) = browser.execute_script(bars)
         assert wide > 0.9 * browser.execute_script("return T.width - T.gutter")
         assert not find(browser, "#context").is_displayed()
         search(browser, "nothing has this name")
         until(browser, lambda: "Nothing matches." in find(browser, "#latency-chart").text)
-    finally:
-        browser.get(browser.page)
-        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
 
 
 def test_names_make_no_links_and_workers_that_were_started_again_have_one_row(
@@ -323,12 +334,7 @@ def test_names_make_no_links_and_workers_that_were_started_again_have_one_row(
             served_call(a, b, i + 1, (incarnation + 10 * i + 1) * MS, MS)
         for each in (a, b):
             each.write()
-    page = tmp_path / "report.html"
-    page.write_bytes(render(Job(tmp_path)))
-    try:
-        browser.get(page.as_uri())
-        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
-
+    with report_of(tmp_path, browser):
         assert browser.find_elements("css selector", ".chart a") == []
         legend = browser.find_elements("css selector", "#latency-chart .legendtext")
         assert {f"…{link[-32:]}"} == {each.text for each in legend}
@@ -336,9 +342,6 @@ def test_names_make_no_links_and_workers_that_were_started_again_have_one_row(
         assert {f"w1{link}", "w2"} == set(browser.execute_script(rows))
         cells = browser.find_elements("css selector", "#traffic-chart .heatmap-label")
         assert [cell.text for cell in cells] == ["7", "7"]
-    finally:
-        browser.get(browser.page)
-        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
 
 
 def test_a_page_of_hundreds_of_workers_opens(browser: Any, tmp_path: Path) -> None:
@@ -348,11 +351,5 @@ def test_a_page_of_hundreds_of_workers_opens(browser: Any, tmp_path: Path) -> No
     served_call(found[0], found[1], 1, MS, MS)
     for each in found:
         each.write()
-    page = tmp_path / "report.html"
-    page.write_bytes(render(Job(tmp_path)))
-    try:
-        browser.get(page.as_uri())
-        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
-    finally:
-        browser.get(browser.page)
-        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
+    with report_of(tmp_path, browser):
+        pass  # it is ready

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, Protocol, cast
 
-EXIT_USAGE = 2
+EXIT_FAILED, EXIT_USAGE = 1, 2
 EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
 """The exit codes that shells use for a program killed by SIGINT, and by SIGPIPE."""
 

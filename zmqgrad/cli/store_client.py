@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from zmqgrad import environment
+from zmqgrad.cli.parser import EXIT_FAILED
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.store.addresses import connecting_address
 from zmqgrad.store.arguments import as_key
@@ -29,7 +30,6 @@ from zmqgrad.transport.security import read_secret
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 29500
 
-EXIT_FAILED = 1
 EXIT_MISSING = 3
 
 DEFAULT_SECONDS = 10.0

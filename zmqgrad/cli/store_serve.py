@@ -7,6 +7,7 @@ import select
 import sys
 
 from zmqgrad.cli.limits import allow_many_files
+from zmqgrad.cli.parser import EXIT_FAILED
 from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.errors import ConfigurationError, JournalError, TransportError
 from zmqgrad.store.addresses import check_port, listening_address
@@ -14,8 +15,6 @@ from zmqgrad.store.server import StoreServer
 from zmqgrad.transport.security import load_keys, read_secret
 
 DEFAULT_PORT = 29500
-
-EXIT_FAILED = 1
 
 POLL_SECONDS = 1.0
 """Interval of the checks that the server still runs. Signals are handled immediately."""

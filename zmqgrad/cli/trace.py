@@ -15,10 +15,8 @@ from typing import cast
 
 from zmqgrad import environment
 from zmqgrad.cli.limits import allow_many_files
-from zmqgrad.cli.parser import Command, CommandParser, describe
+from zmqgrad.cli.parser import EXIT_FAILED, Command, CommandParser, describe
 from zmqgrad.errors import TraceError
-
-EXIT_FAILED = 1
 
 _VIEWS = {
     "findings": (
