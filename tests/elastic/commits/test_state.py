@@ -248,6 +248,30 @@ def test_shards_are_cut_for_another_world_size(
         assert state.ranks == list(range(before))[rank::after]
 
 
+def test_an_optimizer_is_cut_along_the_last_dimension(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its counts of steps have no dimension, so they are the same on all ranks."""
+
+    def make(rank: int, size: int) -> tuple[nn.Parameter, State]:
+        place(monkeypatch, rank, size)
+        weight = nn.Parameter(torch.ones(2, 4 // size))
+        return weight, State(optimizer=Sharded(torch.optim.Adam([weight]), cut=-1))
+
+    for rank in range(2):
+        weight, state = make(rank, 2)
+        (weight * (rank + 1)).sum().backward()
+        state.optimizer.step()
+        state.restore()
+        state.commit()
+        state.save(tmp_path)
+    weight, state = make(0, 1)
+    assert state.restore(tmp_path)
+    found = state.optimizer.state[weight]
+    assert found["step"] == 1
+    assert torch.allclose(found["exp_avg"], torch.tensor([[0.1, 0.1, 0.2, 0.2]] * 2))
+
+
 def test_what_is_restored_can_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that is not filled in place is a leaf, as it was: optimizers take nothing else."""
     for rank in range(2):

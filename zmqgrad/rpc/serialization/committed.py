@@ -158,7 +158,7 @@ def cut(parts: Sequence[Any], dim: int, rank: int, world_size: int) -> Any:
     first = parts[0]
     if isinstance(first, torch.Tensor):
         own = first  # such as the step of an optimizer
-        if first.dim() > dim:
+        if -first.dim() <= dim < first.dim():
             own = torch.cat(list(parts), dim).tensor_split(world_size, dim)[rank]
         return own.clone(memory_format=torch.contiguous_format).requires_grad_(first.requires_grad)
     if isinstance(first, Mapping):
