@@ -792,6 +792,23 @@ def test_groups_are_added_and_changed_on_all_owners(c: Cluster, versions: bool) 
         optimizer.add_param_group({"params": [local[0]]})
 
 
+def make_product() -> Tensor:
+    return make_constant(1) * 2
+
+
+@pytest.mark.parametrize("further", [False, True])
+def test_a_group_that_an_owner_refuses_is_on_no_owner(c: Cluster, further: bool) -> None:
+    """Otherwise the owners would have different numbers of groups, and set an option of different ones."""
+    params = [rpc.remote(to, make_constant, (1,)) for to in (1, 1, 2, 2)]
+    optimizer = sgd(params[0], *(() if further else [params[2]]), lr=1.0)
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+        optimizer.add_param_group({"params": [params[1], rpc.remote(2, make_product)]})
+    optimizer.add_param_group({"params": [params[1], params[3]]})
+    optimizer.param_groups[1]["lr"] = 0.5
+    for local in optimizer.remote_optimizers:
+        assert [group["lr"] for group in local.rpc_sync().options()] == [1.0, 0.5]
+
+
 def test_options_are_set_by_any_method_of_a_dictionary(c: Cluster) -> None:
     optimizer = sgd(*(rpc.remote(to, make_constant, (1,)) for to in (1, 2)), lr=1.0)
     (group,) = optimizer.param_groups

@@ -150,6 +150,12 @@ class LocalOptimizer:
             torch_internals.call(self.optimizer, "add_param_group", self._aliased(group))
             self._let_go()
 
+    def keep_groups(self, count: int) -> None:
+        """Remove all groups but the first ``count``: another owner has refused one."""
+        with holding(_stepping):
+            del self.optimizer.param_groups[count:]
+            self._let_go()
+
     def options(self) -> list[Group]:
         """Return the options of all groups."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -135,23 +136,30 @@ class DistributedOptimizer:
 
         Raises:
             ConfigurationError: if an item is not a reference, or there are none.
-            Exception: the error of an owner, such as that of a parameter that is in another group.
+            Exception: the error of an owner, such as that of a parameter that is in another group. Then the
+                group is on no owner.
         """
         added = _groups_by_owner([group])
         former = next(iter(call_method(dict([next(iter(self._locals.items()))]), "options").values()))
         empty = [{**options, "params": []} for options in former]
         options = {k: v for k, v in group.items() if k != "params"}
-        call_owners(
-            _add,
-            {
-                owner: (local, *added.get(owner, [{**options, "params": []}]))
-                for owner, local in self._locals.items()
-            },
-        )
         further = {owner: mine for owner, mine in added.items() if owner not in self._locals}
-        self._locals |= call_owners(
-            make, {owner: (self._class, [*empty, *mine], *self._how) for owner, mine in further.items()}
-        )
+        try:
+            call_owners(
+                _add,
+                {
+                    owner: (local, *added.get(owner, [{**options, "params": []}]))
+                    for owner, local in self._locals.items()
+                },
+            )
+            made = call_owners(
+                make, {owner: (self._class, [*empty, *mine], *self._how) for owner, mine in further.items()}
+            )
+        except BaseException:
+            with suppress(Exception):  # an owner may be lost, which is why
+                call_method(self._locals, "keep_groups", len(former))
+            raise
+        self._locals |= made
 
     @property
     def param_groups(self) -> list[ParamGroup]:
