@@ -244,6 +244,26 @@ def test_a_schedule_sets_the_rates_of_all_owners(c: Cluster) -> None:
     assert_same(params, local)
 
 
+def test_a_schedule_sets_the_rates_of_owners_that_come_later(c: Cluster) -> None:
+    local = [make(i) for i in range(2)]
+    optimizer = torch.optim.SGD(local[:1], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    params = [rpc.remote(to, make, (i,)) for i, to in enumerate([1, 2])]
+    distributed = DistributedOptimizer(torch.optim.SGD, params[:1], lr=1.0)
+    schedules = DistributedLRScheduler(distributed, torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    for step in range(4):
+        if step == 1:
+            optimizer.add_param_group({"params": local[1:], "lr": 0.25})
+            distributed.add_param_group({"params": params[1:], "lr": 0.25})
+        optimizer.step()  # or torch warns
+        train_step(distributed, params[: min(step, 1) + 1], step)
+        schedule.step()
+        schedules.step()
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for each in distributed.remote_optimizers:
+            assert [group["lr"] for group in each.rpc_sync().options()] == rates
+
+
 def test_a_schedule_made_by_a_function_and_stepped_with_a_metric(c: Cluster) -> None:
     params = [rpc.remote(1, make, (0,))]
     optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=0.1)

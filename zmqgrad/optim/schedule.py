@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError
@@ -16,6 +16,17 @@ from zmqgrad.runtime.arguments import check_callable
 
 def _make(local: RRef[LocalOptimizer], make: Callable[..., Any], args: Any, kwargs: Any) -> RRef[Any]:
     return RRef(make(local.local_value().optimizer, *args, **kwargs))
+
+
+def _follow(local: RRef[LocalOptimizer], how: Sequence[Any], state: dict[str, Any]) -> RRef[Any]:
+    """As :func:`_make`, for an owner that has come later; ``state`` is that of the others."""
+    groups = local.local_value().optimizer.param_groups
+    rates = [copy.deepcopy(group["lr"]) for group in groups]  # of now, which a new scheduler would set
+    schedule = _make(local, *how)
+    schedule.local_value().load_state_dict(copy.deepcopy(state))
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    return schedule
 
 
 def _step(schedule: RRef[Any], args: Any, kwargs: Any) -> None:
@@ -63,9 +74,21 @@ class DistributedLRScheduler:
         if not isinstance(optimizer, DistributedOptimizer):
             raise ArgumentTypeError(f"optimizer must be a DistributedOptimizer, not {optimizer!r}")
         check_callable(make, "make")
+        self._optimizer, self._how = optimizer, (make, args, kwargs)
         locals_ = optimizer.local_optimizers
-        made = call_owners(_make, {owner: (local, make, args, kwargs) for owner, local in locals_.items()})
+        made = call_owners(_make, {owner: (local, *self._how) for owner, local in locals_.items()})
         self._schedules: dict[str, RRef[Any]] = made
+
+    def _of_all_owners(self) -> dict[str, RRef[Any]]:
+        """Return the schedulers. Owners that the optimizer has got since get theirs now."""
+        owners = self._optimizer.local_optimizers
+        further = {owner: local for owner, local in owners.items() if owner not in self._schedules}
+        if further:
+            (state,) = call_owners(_state, {o: (s,) for o, s in list(self._schedules.items())[:1]}).values()
+            self._schedules |= call_owners(
+                _follow, {owner: (local, self._how, state) for owner, local in further.items()}
+            )
+        return self._schedules
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedulers on all owners. Call it after the step of the optimizer.
@@ -74,15 +97,19 @@ class DistributedLRScheduler:
             args, kwargs: the arguments of the scheduler's ``step``, such as the metric of
                 ``ReduceLROnPlateau``.
         """
-        call_owners(_step, {owner: (schedule, args, kwargs) for owner, schedule in self._schedules.items()})
+        call_owners(
+            _step, {owner: (schedule, args, kwargs) for owner, schedule in self._of_all_owners().items()}
+        )
 
     def get_last_lr(self) -> dict[str, list[float]]:
         """Return the learning rates of the parameter groups, by owner."""
-        return call_owners(_last_lr, {owner: (schedule,) for owner, schedule in self._schedules.items()})
+        return call_owners(
+            _last_lr, {owner: (schedule,) for owner, schedule in self._of_all_owners().items()}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states of the schedulers, by owner."""
-        return call_owners(_state, {owner: (schedule,) for owner, schedule in self._schedules.items()})
+        return call_owners(_state, {owner: (schedule,) for owner, schedule in self._of_all_owners().items()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state.
@@ -94,5 +121,7 @@ class DistributedLRScheduler:
             ConfigurationError: if the owners differ.
             Exception: the error of torch's ``load_state_dict`` on an owner.
         """
-        check_owners(state, self._schedules)
-        call_owners(_load, {owner: (schedule, state[owner]) for owner, schedule in self._schedules.items()})
+        check_owners(state, self._of_all_owners())
+        call_owners(
+            _load, {owner: (schedule, state[owner]) for owner, schedule in self._of_all_owners().items()}
+        )
