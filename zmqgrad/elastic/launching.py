@@ -50,7 +50,7 @@ class launch:
         check_instance("config", self._config, LaunchConfig, "a LaunchConfig")
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        """Run the job. Returns the results of the workers of this node, by rank.
+        """Run the job. Returns the results of the workers of this node, by rank; None after ``sys.exit()``.
 
         Raises:
             WorkerFailedError: if a worker of any node failed and no restart was left; with its traceback.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from multiprocessing import get_context
@@ -110,6 +111,11 @@ def test_a_signal_that_stops_is_not_lost_among_the_exits_of_many_workers(
 def test_a_result_that_no_pipe_holds() -> None:
     [result] = launch(large, LaunchConfig(start_method="fork"))(1 << 22).values()
     assert len(result) == 1 << 22
+
+
+@pytest.mark.processes
+def test_a_worker_that_exits_with_success_has_no_result() -> None:
+    assert launch(sys.exit, LaunchConfig(nproc_per_node=2, start_method="fork"))() == {0: None, 1: None}
 
 
 @pytest.mark.processes

@@ -30,8 +30,11 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def read_result(path: Path) -> Any:
-    """The result that a worker wrote to its result file, which only this user can write."""
-    return pickle.loads(path.read_bytes())
+    """The result that a worker wrote to its result file, which only this user can write.
+
+    None if there is none: the function has ended its process with success, as ``sys.exit()`` does.
+    """
+    return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 class FunctionWorker(Worker):
