@@ -427,6 +427,41 @@ def test_what_is_saved_stays_shared_when_its_optimizer_goes() -> None:
     assert param.grad.tolist() == [12.0]
 
 
+class Noticed(nn.Parameter):
+    """A parameter that tells when its memory is asked for."""
+
+    on_asked: Callable[[], None] = staticmethod(lambda: None)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        type(self).on_asked()
+        return super().untyped_storage()
+
+
+def test_a_parameter_is_known_though_it_is_shared_while_another_thread_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions, first, second = ParameterVersions(), Noticed(torch.ones(1)), nn.Parameter(torch.tensor([2.0]))
+    shared = [versions.share(first)]
+    other = threading.Thread(target=lambda: shared.append(versions.share(second)))
+
+    def share_second() -> None:
+        if other.ident is None:
+            other.start()
+            other.join(0.1)  # it may have to wait for this thread
+
+    x = torch.ones(1, requires_grad=True)
+    with versions.reading(fresh=False):
+        monkeypatch.setattr(Noticed, "on_asked", staticmethod(share_second))
+        assert (x * torch.ones(1)).requires_grad  # it saves the constant
+        other.join()
+        y = x * second.detach()
+    with versions.stepping(Context(1), [versions.share(second)]) as (memory,):
+        memory.sub_(1)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0]
+
+
 def change(p: rpc.RRef[Tensor]) -> None:
     with torch.no_grad():
         p.local_value().mul_(2)

@@ -262,10 +262,11 @@ class ParameterVersions:
         found = find(id(tensor)) or find(id(tensor._base))
         if found is not None or tensor.requires_grad:
             return found
-        if self._by_address is None:
-            shared = [reference() for reference in self._shared.valuerefs()]
-            self._by_address = {storage_address(p.param): weakref.ref(p) for p in shared if p is not None}
-        reference = self._by_address.get(address := storage_address(tensor))
+        with self._lock:  # a parameter that is shared meanwhile must not be missing in what follows
+            if self._by_address is None:
+                shared = [reference() for reference in self._shared.valuerefs()]
+                self._by_address = {storage_address(p.param): weakref.ref(p) for p in shared if p is not None}
+            reference = self._by_address.get(address := storage_address(tensor))
         found = None if reference is None else reference()
         if found is None or not address or found.param._version != tensor._version:
             return None  # what only shares the memory (``p.data``) is counted apart
