@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from tests.autograd.contexts import wait_until_released
 from tests.support.processes import run_processes
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context, get_gradients, grad
+from zmqgrad.autograd import allreduce_gradients, backward, context, get_gradients, grad
 from zmqgrad.errors import AutogradError, PayloadError
 from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.testing import Cluster, cluster
@@ -629,6 +629,21 @@ def group() -> Iterator[None]:
 def test_data_parallel_stages(group: None) -> None:
     replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1).double())
     assert_as_in_one_process(lambda call, x: (call(square, replica(x * 2))).sum(), leaf(1, 2))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this version of torch has none")
+def test_averaged_gradients_keep_their_dtypes(group: None) -> None:
+    """A parameter of low precision may have gradients of a high one, and its replica none at all."""
+    first, second, third = (torch.ones(2, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    first.grad_dtype, third.grad_dtype = torch.float32, None
+    with context() as ctx:
+        backward(ctx, [(first.float() * 0.1).sum() + second.sum() + (third.float() * 0.1).sum()])
+        before = get_gradients(ctx)
+        allreduce_gradients(ctx, [first, second, third])
+        after = get_gradients(ctx)
+    assert [after[p].dtype for p in (first, second)] == [torch.float32, torch.bfloat16]
+    for p in before:
+        assert torch.equal(after[p].to(before[p].dtype), before[p])
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zmqgrad.autograd.api import get_context
+from zmqgrad.autograd.torch_internals import gradient_dtype
 from zmqgrad.errors import ArgumentTypeError, AutogradError
 from zmqgrad.runtime.arguments import as_list
 
@@ -26,7 +27,7 @@ def allreduce_gradients(
     """Replace the gradients of ``params`` in the context by their mean over the process group.
 
     A replica without a gradient for a parameter contributes zeros. A parameter without a gradient on any
-    replica keeps none. Uses one all-reduce per dtype and device.
+    replica keeps none. Uses one all-reduce per device and dtype of gradients.
 
     Args:
         context_id: the id of the context of this replica.
@@ -54,12 +55,12 @@ def allreduce_gradients(
             raise AutogradError(f"the gradient of a parameter of shape {tuple(p.shape)} is sparse")
     buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for p in dict.fromkeys(every):
-        buckets.setdefault((p.dtype, p.device), []).append(p)
+        buckets.setdefault((gradient_dtype(p) or p.dtype, p.device), []).append(p)
     replicas = dist.get_world_size(group) if average else 1
     for (dtype, device), members in buckets.items():
         present = torch.tensor([float(p in gradients) for p in members], dtype=dtype, device=device)
         parts = [gradients[p] if p in gradients else torch.zeros_like(p) for p in members]
-        flat = torch.cat([present, *(part.detach().reshape(-1) for part in parts)])
+        flat = torch.cat([present, *(part.detach().to(dtype).reshape(-1) for part in parts)])
         dist.all_reduce(flat, group=group)
         anywhere, *sums = torch.split(flat, [len(members), *(p.numel() for p in members)])
         for p, there, total in zip(members, anywhere.tolist(), sums, strict=True):
