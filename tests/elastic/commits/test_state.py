@@ -20,6 +20,7 @@ from torch import nn
 from tests.support.waiting import eventually
 from zmqgrad.elastic import Sharded, State
 from zmqgrad.elastic.agent.ranks import Placement
+from zmqgrad.elastic.commits import files
 from zmqgrad.elastic.commits import state as state_module
 from zmqgrad.elastic.commits.connection import AgentCommits, Place
 from zmqgrad.elastic.commits.holder import Holder
@@ -219,6 +220,42 @@ def test_older_files_are_removed_once_a_newer_commit_is_whole(
     states[1].save(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert [name for name in names if "rank-1" in name] == ["commit-2.rank-1-of-2"]
+
+
+def test_a_rank_that_is_slow_to_restore_finds_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all ranks have agreed on is not removed before all of them have made another commit."""
+    place(monkeypatch, 0, 2)
+    before, fast, slow = State(step=0), State(step=0), State(step=0)
+    before.restore(tmp_path)
+    before.step = 7
+    before.commit()
+    before.save(tmp_path)
+    assert fast.restore(tmp_path)
+    read = files.read
+
+    def read_late(*of: Any) -> memoryview:
+        fast.commit()
+        fast.save(tmp_path)
+        return read(*of)
+
+    place(monkeypatch, 1, 2)
+    with monkeypatch.context() as late:
+        late.setattr(files, "read", read_late)
+        assert slow.restore(tmp_path)
+    assert slow.step == 7
+    names = [f"commit-{number}.replicated-of-0" for number in (1, 2, 3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names[:2]
+    place(monkeypatch, 0, 2)
+    last = State(step=0)
+    last.restore(tmp_path)
+    last.commit()
+    last.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names[1:], "of each start, one may stay"
+    last.commit()
+    last.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["commit-4.replicated-of-0"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1), (2, 2)])

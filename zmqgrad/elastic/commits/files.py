@@ -168,10 +168,10 @@ def read(directory: Path, number: int, rank: int, shards: int) -> memoryview:
     return data
 
 
-def remove_older(directory: Path, ranks: Collection[int]) -> None:
-    """Remove the parts of ``ranks`` that are older than the newest whole commit."""
+def remove_older(directory: Path, ranks: Collection[int], kept: int) -> None:
+    """Remove the parts of ``ranks`` that are older than the newest whole commit, but not of ``kept``."""
     limit, _ = newest(directory)
     for file in _files(directory):
-        if file.rank in ranks and file.number < limit:
+        if file.rank in ranks and file.number < limit and file.number != kept:
             with suppress(FileNotFoundError):
                 file.path.unlink()

@@ -82,6 +82,7 @@ class State:
         self._lock = threading.Lock()  # held during a call
         self._commits: Commits | None = None
         self._number = 0
+        self._restored_number = 0  # of the commit that was restored last
         self._origin = 0
         self._maps: dict[int, mmap.mmap] = {}
         self._last: dict[int, memoryview] = {}
@@ -230,7 +231,7 @@ class State:
             deadline = Deadline.after(timeout)
             saved = files.whole(Path(path)) if path is not None else {}
             choice = commits.restore(tuple(saved), timeout)
-            self._number = choice.number
+            self._number = self._restored_number = choice.number
             self._origin = choice.origin
             self._last = {}
             if not choice.number:
@@ -295,7 +296,8 @@ class State:
         """Write the newest commit to the directory ``path``, for a :meth:`restore` after all hosts were lost.
 
         Rank 0 writes what is replicated, each rank what is sharded of it. Of older ones, what this rank has
-        written is removed once a newer one is whole.
+        written is removed once a newer one is whole; but what was restored only with the second one behind
+        it, as other ranks may still read it.
 
         Raises:
             CommitError: if nothing was committed here, or it cannot be written; or if a newer commit is
@@ -318,7 +320,9 @@ class State:
                 )
             for owner in owners:
                 files.write(directory, self._number, owner, self._shards, self._origin, self._last[owner])
-            files.remove_older(directory, owners)
+            # Other ranks may still read what was restored, until they have made the commit behind it.
+            kept = self._restored_number if self._number == self._restored_number + 1 else 0
+            files.remove_older(directory, owners, kept)
 
 
 def _codec() -> Any:
