@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import torch
 import zmqgrad
 from tests.support.processes import run_processes
 from zmqgrad import autograd, rpc
-from zmqgrad.errors import TransportError
+from zmqgrad.errors import AutogradError, TransportError
+from zmqgrad.testing import cluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -103,3 +105,25 @@ def test_a_signal_handler_that_has_interrupted_a_send_by_tcp_is_told() -> None:
     assert points > 100
     assert 0 < len(refused) < points / 2
     assert all("worker0 was interrupted while it was sending to worker 1" in each for each in refused)
+
+
+def test_a_signal_handler_may_describe_a_context_wherever_it_has_interrupted_a_pass() -> None:
+    entered: list[int] = []
+
+    def differentiate_alone() -> None:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            entered.append(context_id)
+            autograd.backward(context_id, [(x * 2).sum()])
+            assert autograd.get_gradients(context_id)[x].tolist() == [2, 2, 2]
+
+    def describe() -> None:
+        with contextlib.suppress(AutogradError):  # it has been left, and the next is not yet entered
+            autograd.describe_context(entered[-1])
+        autograd.get_debug_info()
+
+    with cluster(1):
+        differentiate_alone()
+        points, refused = at_each_point(differentiate_alone, describe)
+    assert points > 100
+    assert refused == []

@@ -80,7 +80,8 @@ class Context:
         """Add a worker that participates, and will be notified of the release."""
         self.running: dict[int, Callable[[BaseException], None]] = {}
         """Fails a pass that runs and began here, by pass id. Changed by atomic operations only."""
-        self.pass_lock = threading.Lock()  # guards the three below
+        # A signal handler may describe the context, or begin a pass in it, while it is held.
+        self.pass_lock = threading.RLock()  # guards the three below
         self.passes: dict[int, LocalPass] = {}
         """This worker's part of each backward pass, by pass id."""
         self._ended: list[int] = []  # passes that began here and that workers may still hold

@@ -150,7 +150,8 @@ class LocalPass:
             self._sends = self.captures.find_ways(roots, self._sends, context.id, repeats)
         self._entry_of = dict(zip((ROOTS, *map(_autograd_id, self._sends)), count(), strict=False))
         self._hooks = hooks_registered()
-        self._lock = threading.Lock()  # guards the plan with its gradients, and the three below
+        # Guards the plan with its gradients, and the three below. A signal handler may look while it is held.
+        self._lock = threading.RLock()
         self._version = 0
         self._handled_drops: set[int] = set()
         mode = accumulate_mode(self._hooks) if options.accumulate else AccumulateMode.HOOKED
