@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -930,6 +931,49 @@ def test_passes_of_one_context_at_a_time_add_up(c: Cluster) -> None:
         for t in threads:
             t.join()
         assert_gradients(ctx, (x, [4.0 * sum(range(1, 7))]))
+
+
+def test_passes_of_two_threads_leave_garbage_collection_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass may collect nothing for a while; here one begins as another ends to do so."""
+    is_enabled, enable, disable = gc.isenabled, gc.enable, gc.disable
+    has_begun, has_seen, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def see() -> bool:
+        found = is_enabled()
+        if threading.current_thread().name == "second":
+            has_seen.set()
+            has_ended.wait(10)
+        return found
+
+    def begin() -> None:
+        disable()
+        if threading.current_thread().name == "first":
+            has_begun.set()
+            has_seen.wait(10)
+
+    def end() -> None:
+        enable()
+        has_ended.set()
+
+    def differentiate() -> None:
+        with c.acting(0), context() as ctx:
+            backward(ctx, [(leaf(1) * 2).sum()])
+        for each in (has_begun, has_ended):  # if passes do without all this
+            each.set()
+
+    with cluster(1) as c:
+        for name, replacement in {"isenabled": see, "disable": begin, "enable": end}.items():
+            monkeypatch.setattr(gc, name, replacement)
+        threads = [threading.Thread(target=differentiate, name=name) for name in ("first", "second")]
+        threads[0].start()
+        assert has_begun.wait(10)
+        threads[1].start()
+        for t in threads:
+            t.join()
+        monkeypatch.undo()
+    collects = gc.isenabled()
+    gc.enable()
+    assert collects
 
 
 def train_there(context_id: int, weight: rpc.RRef[Tensor], to: int, times: int) -> int:

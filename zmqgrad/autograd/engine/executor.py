@@ -157,8 +157,9 @@ class LocalPass:
         mode = accumulate_mode(self._hooks) if options.accumulate else AccumulateMode.HOOKED
         # The walk makes many small objects and no garbage; collecting would double its time.
         collects = gc.isenabled()
-        gc.disable()
         try:
+            if collects:  # else another thread walks: it collects again as soon as that one has ended
+                gc.disable()
             walk = GraphWalk(roots, self._sends, mode, self.captures)
             self._plan = Plan(condense(walk), walk.entries)
         finally:
