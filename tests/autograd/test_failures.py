@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,3 +98,35 @@ def test_a_hook_that_wants_to_end_the_process_ends_the_pass(c: Cluster) -> None:
         y = rpc.rpc_sync(1, doubled_with_hook, (torch.ones(1, requires_grad=True),))
         with pytest.raises(RemoteError, match="Error on Node 1: enough"):
             backward(ctx, [y])
+
+
+class Rebuilt(Exception):
+    """Says where it was rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (str(self),)
+
+
+def _rebuilt(text: str) -> Rebuilt:
+    error = Rebuilt(text)
+    error.thread = threading.current_thread()  # type: ignore[attr-defined]
+    return error
+
+
+def raises_rebuilt(gradient: Tensor) -> Any:
+    raise Rebuilt("plain words")
+
+
+def doubled_before_an_error(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(raises_rebuilt)
+    return y
+
+
+def test_an_error_is_rebuilt_in_the_thread_that_raises_it(c: Cluster) -> None:
+    """That may import modules and run other code of the program, for which no other message must wait."""
+    with context() as ctx:
+        y = rpc.rpc_sync(1, doubled_before_an_error, (torch.ones(1, requires_grad=True),))
+        with pytest.raises(Rebuilt, match="plain words") as caught:
+            backward(ctx, [y])
+    assert caught.value.thread is threading.current_thread()  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import torch
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.engine.discovery import Discovery
 from zmqgrad.autograd.engine.executor import LocalPass
+from zmqgrad.autograd.engine.failures import ReportedFailure, rebuild_failure
 from zmqgrad.autograd.engine.step import BackwardStep
 from zmqgrad.autograd.engine.termination import ROOTS, TerminationDetector
 from zmqgrad.autograd.graph.captures import Captures
@@ -173,7 +174,7 @@ class Coordinator:
                 break
         error = detector.error()
         if error is not None:
-            raise error
+            raise rebuild_failure(error.reply) if isinstance(error, ReportedFailure) else error
 
     def _missing(self) -> str:
         """The workers whose reports are missing, and what the trace knows of their requests."""

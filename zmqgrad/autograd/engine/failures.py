@@ -41,6 +41,16 @@ def describe_failure(
     return msgspec.structs.replace(reply, text=shorten(f"Error on Node {worker}: {text}{forward}"))
 
 
+class ReportedFailure(Exception):
+    """An error that a worker has reported. To rebuild it is left to the thread that raises it.
+
+    That may import modules and run code of the program, for which the thread that reads must not wait.
+    """
+
+    def __init__(self, reply: ExceptionReply) -> None:
+        self.reply = reply
+
+
 def rebuild_failure(reply: ExceptionReply) -> BaseException:
     """Return the exception that ``backward`` raises."""
     error = rebuild_exception(reply)

@@ -14,7 +14,7 @@ from zmqgrad.autograd.context import Context, Contexts
 from zmqgrad.autograd.engine.batch import decode, unpack
 from zmqgrad.autograd.engine.coordinator import Coordinator, Inputs
 from zmqgrad.autograd.engine.executor import LocalPass
-from zmqgrad.autograd.engine.failures import describe_failure, rebuild_failure
+from zmqgrad.autograd.engine.failures import ReportedFailure, describe_failure
 from zmqgrad.autograd.engine.step import BackwardStep
 from zmqgrad.autograd.engine.termination import TerminationDetector
 from zmqgrad.autograd.graph.node import Gradient
@@ -432,7 +432,7 @@ class Participant:
         if detector is None:
             return
         if handled.error is not None:
-            error = rebuild_failure(handled.error)
+            error = ReportedFailure(handled.error)
             if handled.lost:
                 detector.lose_requests(handled.lost, error)
                 return
