@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -241,6 +243,49 @@ def test_an_own_value_that_was_not_made_ends_no_thread(trio: Cluster, error: Bas
     for how in rref.to_here, rref.local_value, lambda: rref.remote().foo().to_here():
         with pytest.raises(RemoteError, match=rf"builtins.{type(error).__name__} cannot be rebuilt here"):
             how()
+
+
+class Slow:
+    """Made by a call that takes longer than the default timeout."""
+
+    gate = threading.Event()
+
+    def __init__(self) -> None:
+        assert self.gate.wait(60)
+
+    def number(self) -> int:
+        """Five."""
+        return 5
+
+
+def number_of(rref: Any) -> int:
+    """That of a value of this worker."""
+    return int(rref.local_value().number())
+
+
+@pytest.mark.parametrize("timeout", [0, 60])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda rref, timeout: rref.rpc_async(timeout=timeout).number(),
+        lambda rref, timeout: rpc.rpc_async(1, number_of, args=(rref,), timeout=timeout),
+        lambda rref, timeout: rref._get_type(timeout=timeout, blocking=False),
+        lambda rref, timeout: rpc.remote(1, number_of, (rref,), timeout=timeout).rpc_async(0).__int__(),
+    ],
+)
+def test_a_call_waits_for_the_value_as_long_as_its_own_timeout_allows(ask: Any, timeout: float) -> None:
+    Slow.gate.clear()
+    with cluster(2, rpc.RpcBackendOptions(rpc_timeout=0.01)):
+        future = ask(rpc.remote(1, Slow, timeout=0), timeout)
+        rpc.rpc_sync(1, time.sleep, args=(0.1,), timeout=0)  # so the default timeout is over
+        Slow.gate.set()
+        assert future.wait() in (5, Slow)
+
+
+def test_the_time_of_a_call_that_waits_for_a_value_is_limited(trio: Cluster) -> None:
+    for ask in (lambda r: r.rpc_sync(0.1).number(), lambda r: rpc.rpc_sync(1, number_of, (r,), timeout=0.1)):
+        with pytest.raises(RpcTimeoutError):
+            ask(rpc.remote(1, never, timeout=0))
 
 
 # ---- backward --------------------------------------------------------------------------------------------

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import RpcError
-from zmqgrad.rpc.client import Client
 from zmqgrad.rpc.core import WorkerCore
 from zmqgrad.rpc.functions import MARK, DeferredResult, check_operator, check_result
 from zmqgrad.rpc.hooks import Surrounding
-from zmqgrad.rpc.in_flight import served
-from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
+from zmqgrad.rpc.in_flight import served, time_left_for_calls
 from zmqgrad.rpc.peer_contexts import PeerContexts
 from zmqgrad.rpc.profiling import callee_range
 from zmqgrad.rpc.raising import forget_variables
@@ -55,14 +53,12 @@ class Callee:
     def __init__(
         self,
         worker: WorkerCore,
-        client: Client,
         server: Server,
         contexts: PeerContexts,
         references: ReferenceTable,
     ) -> None:
         self._worker = worker
         self._membership = worker.membership
-        self._resolve_timeout = client.resolve_timeout
         self._server = server
         self._contexts = contexts
         self._references = references
@@ -228,5 +224,5 @@ class Callee:
         if method is None:
             return find_function(reference)
         # The caller keeps the value alive until the reply; it may not have been created yet.
-        value = self._references.value(method[0], self._resolve_timeout(UNSET_RPC_TIMEOUT) or None)
+        value = self._references.value(method[0], time_left_for_calls())
         return getattr(value, method[1])

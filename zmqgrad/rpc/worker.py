@@ -67,7 +67,7 @@ class Worker(WorkerCore):
         self.client = Client(self, self.ports, self.contexts, self.references)
         self.replies = ReplyDecoder(self, self.references)
         self.server = Server(self, self.client, self.references, self.replies.queue)
-        self.callee = Callee(self, self.client, self.server, self.contexts, self.references)
+        self.callee = Callee(self, self.server, self.contexts, self.references)
         self.ports.on_unexpected = self.server.on_unexpected
         # Bound here once: a forwarding method would cost a call for each message.
         self.call, self.request, self.request_call = (

@@ -87,10 +87,10 @@ class Promise(Generic[T]):
             logger.exception("a callback of %r failed", self)
 
     def wait_done(self, timeout: float | None = None) -> bool:
-        """Waits up to ``timeout`` seconds (None: no limit). Returns whether the promise is done."""
+        """Waits up to ``timeout`` seconds (None, infinite: no limit). Returns whether the promise is done."""
         if self._done:
             return True
-        seconds = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+        seconds = -1 if timeout is None or timeout > threading.TIMEOUT_MAX else max(0.0, timeout)
         waiter = _Waiter()
         self.add_done_callback(waiter.wake)
         try:

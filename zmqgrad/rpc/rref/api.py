@@ -15,6 +15,7 @@ from zmqgrad.errors import NotInitializedError, RpcTimeoutError, RRefError
 from zmqgrad.rpc.calls import refuse_in_library
 from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
+from zmqgrad.rpc.in_flight import time_left_for_calls
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.profiling import caller_range
@@ -120,9 +121,11 @@ class RRef(SerializedByReference, Generic[T]):
     def local_value(self) -> T:
         """The value itself, on the owner only. Waits until it has been created.
 
+        Inside a served call it waits as long as the caller of that does; elsewhere without limit, as torch.
+
         Raises:
             RRefError: if this worker is not the owner.
-            RpcTimeoutError: if it is not created in time.
+            RpcTimeoutError: if it is not created within the time of the call that is served.
             Exception: the error of its creation.
         """
         if not self.is_owner():
@@ -131,7 +134,7 @@ class RRef(SerializedByReference, Generic[T]):
                 f"For UserRRef(rref_id={rref}, fork_id={fork}), can't call localValue() on user "
                 f"{self._worker.membership.own.info}. Call it on owner {self.owner()}, or use to_here()"
             )
-        return self._own_value(self._worker.resolve_timeout(UNSET_RPC_TIMEOUT))
+        return self._own_value(max(1e-6, time_left_for_calls()))  # 0 would mean no limit
 
     def _own_value(self, seconds: float) -> T:
         promise = self.handle.promise

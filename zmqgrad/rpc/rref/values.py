@@ -96,7 +96,7 @@ class OwnedValues:
                 self._values.pop(rref_id, None)
 
     def value(self, rref_id: int, timeout: float | None) -> Any:
-        """Wait up to ``timeout`` seconds (None: no limit) for the value of ``rref_id``.
+        """Wait up to ``timeout`` seconds (None, infinite: no limit) for the value of ``rref_id``.
 
         Raises:
             RRefError: if it was dropped.
