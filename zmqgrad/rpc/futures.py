@@ -20,10 +20,12 @@ import torch
 
 from zmqgrad.errors import ClosedError, RpcError
 from zmqgrad.rpc.calls import Description, describe, refused_wait
+from zmqgrad.rpc.in_flight import is_serving
 from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
 from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
 from zmqgrad.runtime.arguments import check_callable
 from zmqgrad.runtime.blocking import blocking_section, check_may_wait, may_wait_for_others
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.service_thread import CoalescedJob, TimerHandle
 from zmqgrad.runtime.thread_pool import Task
@@ -262,11 +264,13 @@ class RpcFuture(PythonFuture[T]):
     """
 
     # Slots, because a dictionary for all of them takes as long to create as torch's future.
-    __slots__ = ("_queue", "batched", "called_back", "description", "message_id", "peer", "waiting")
+    __slots__ = ("_queue", "batched", "called_back", "description", "is_own", "message_id", "peer", "waiting")
     batched: bool
     """Whether the thread that reads the reply reads more, and calls :meth:`CompletionQueue.drain` then."""
     description: Description
     """What was requested of ``peer`` (-1: unknown), for logs."""
+    is_own: bool
+    """Whether no call that is served here has made it."""
     message_id: int
     """Of the request; 0: unknown."""
     peer: int
@@ -289,6 +293,8 @@ class RpcFuture(PythonFuture[T]):
         self.peer = peer
         self.message_id = message_id
         self.waiting = self.called_back = self.batched = False
+        self.is_own = not is_serving()
+        queue.expected[self] = None
 
     def on_reply(self, _: object) -> None:
         """Called when the reply has arrived, in the thread that read it."""
@@ -300,10 +306,18 @@ class RpcFuture(PythonFuture[T]):
 
         This happens in the context of the call, as with torch.
         """
-        # An atomic pop, so only one thread gets it; and neither is kept afterwards.
-        reply: Promise[Inbound] | None = self.__dict__.pop("_reply", None)
-        if reply is not None:
-            self.__dict__.pop("_context").run(self._complete, reply)
+        queue, token = self._queue, object()
+        queue.completing[token] = threading.get_ident(), self
+        try:
+            queue.expected.pop(self, None)
+            # An atomic pop, so only one thread gets it; and neither is kept afterwards.
+            reply: Promise[Inbound] | None = self.__dict__.pop("_reply", None)
+            if reply is not None:
+                self.__dict__.pop("_context").run(self._complete, reply)
+        finally:
+            del queue.completing[token]
+            if queue.waiters:
+                queue.notify()
 
     def _complete(self, reply: Promise[Inbound]) -> None:
         try:
@@ -415,6 +429,14 @@ class CompletionQueue:
         self._check = CoalescedJob(self._replace_if_stuck, call_later)
         self._closed = False
         self._own_tasks: dict[RpcFuture[Any], None] = {}  # futures whose own task has not started
+        self.expected: dict[RpcFuture[Any], None] = {}
+        """The futures that no thread has begun to complete."""
+        self.completing: dict[object, tuple[int, RpcFuture[Any]]] = {}
+        """The futures that are being completed, callbacks included, and in which thread."""
+        self.waiters = 0
+        """Threads in :meth:`wait_completed`."""
+        self._lock = threading.RLock()
+        self._ended = threading.Condition(self._lock)
 
     def add(self, future: RpcFuture[Any]) -> None:
         """Add a future whose reply has arrived, in the thread that read it."""
@@ -442,6 +464,41 @@ class CompletionQueue:
     def _complete_in_own_task(self, future: RpcFuture[Any]) -> None:
         self._own_tasks.pop(future, None)
         future.complete()
+
+    def notify(self) -> None:
+        """Wake the threads in :meth:`wait_completed`, to look at the futures again."""
+        with self._lock:
+            self._ended.notify_all()
+
+    def unfinished(self) -> list[RpcFuture[Any]]:
+        """The futures that are not done, or whose callbacks run in other threads, and may make calls."""
+        me = threading.get_ident()
+        return [*list(self.expected), *[f for thread, f in list(self.completing.values()) if thread != me]]
+
+    def wait_completed(self, deadline: Deadline) -> None:
+        """Wait until the futures that exist now are done, and other threads have called their callbacks.
+
+        Returns by ``deadline`` in any case, and when the queue is closed.
+        """
+        futures = []
+        for future in self.unfinished():
+            reply = future._reply
+            if reply is None or reply.wait_done(deadline.timeout()):
+                futures.append(future)
+                if future in self.expected:  # Ctrl-C may have kept the thread that waited for it from that
+                    self.add(future)
+        self.flush()
+        with self._lock:
+            self.waiters += 1
+            try:
+                for future in futures:
+                    self._ended.wait_for(partial(self._has_ended, future), deadline.timeout())
+            finally:
+                self.waiters -= 1
+
+    def _has_ended(self, future: RpcFuture[Any]) -> bool:
+        begun = [each for _, each in list(self.completing.values())]
+        return self._closed or not (future in self.expected or future in begun)
 
     def drain(self) -> Task | None:
         """The task for an engine thread that has read all replies at hand, if there is one."""
@@ -498,6 +555,7 @@ class CompletionQueue:
         """The engine threads are ending: from now on, the thread that reads a reply completes its future."""
         self._closed = True
         self._submit = _run_task
+        self.notify()
 
     def finish(self) -> None:
         """Complete the futures of tasks that the engine threads dropped, in the calling thread."""

@@ -185,7 +185,8 @@ class Worker(WorkerCore):
 
     def is_idle(self) -> bool:
         """Whether nothing is pending, queued or running here."""
-        return not len(self.client.pending) and not self.pool.busy() and not self.references.busy()
+        queued = self.references.busy() or self.replies.queue.unfinished()
+        return not (len(self.client.pending) or queued or self.pool.busy())
 
     def close(self, goodbye: str = "") -> None:
         """Stop at once: pending calls fail, and threads end once their tasks do. Idempotent.

@@ -264,10 +264,14 @@ class DynamicGroup(Group):
             logger.debug("%s leaves without notifying the others: %s", self.worker.name, e)
 
     def _finish(self, deadline: Deadline) -> None:
-        """Complete this worker's calls and those that it serves now."""
-        serving = self.worker.server.in_flight
+        """Complete this worker's calls, with those of their callbacks, and those that it serves now."""
+        serving, futures = self.worker.server.in_flight, self.worker.replies.queue
         served = serving.all()  # the others may go on calling
-        drain(self.worker, lambda until: serving.wait_ended(served, until), deadline)
+
+        def is_idle(until: Deadline) -> bool:
+            return serving.wait_ended(served, until) and not any(f.is_own for f in futures.unfinished())
+
+        drain(self.worker, is_idle, deadline)
         self.worker.mailbox.flush(deadline)  # the store tells others that this worker has left: no earlier
         self._withdraw(LEFT)
         if self._served is not None:

@@ -67,7 +67,7 @@ DEAD = "dead"
 
 
 def drain(worker: Worker, is_idle: Callable[[Deadline], bool], deadline: Deadline) -> None:
-    """Wait for the replies to the calls that ``worker`` has made, and until it is idle.
+    """Wait for the replies to the calls that ``worker`` has made and their callbacks, and until it is idle.
 
     Args:
         worker: the worker that shuts down.
@@ -85,6 +85,9 @@ def drain(worker: Worker, is_idle: Callable[[Deadline], bool], deadline: Deadlin
         pending, until = worker.client.pending.all(), deadline.capped(LOG_INTERVAL_SECONDS)
         for call in pending:
             call.promise.wait_done(until.left())
+        worker.replies.queue.wait_completed(
+            until
+        )  # their callbacks may make calls, which are waited for, too
         idle = is_idle(until)
         still = [call for call in worker.client.pending.all() if call in pending]
         if idle and not still:
