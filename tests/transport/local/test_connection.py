@@ -35,7 +35,7 @@ from zmqgrad.transport.local.connection import (
     send_with_gil,
 )
 from zmqgrad.transport.local.handshake import PROTOCOL, Hello, proven, welcome
-from zmqgrad.transport.local.listener import MAX_HANDSHAKES
+from zmqgrad.transport.local.listener import ACCEPT_BACKLOG, MAX_HANDSHAKES
 from zmqgrad.transport.strangers import HANDSHAKE_SECONDS
 
 pytestmark = pytest.mark.skipif(not local.supported(), reason="the fast path is Linux's")
@@ -781,6 +781,32 @@ def test_a_peer_gets_in_while_strangers_fill_the_limit(site: Site) -> None:
         assert peer.stdout.readline().strip() == welcome(JOB, first).hex()
     for stranger in strangers:
         stranger.close()
+
+
+def test_strangers_that_connect_as_fast_as_they_are_refused_keep_no_thread() -> None:
+    """Here the next one connects while the one before is accepted."""
+    endpoint, waiting = local.abstract_endpoint("test"), select.poll()
+    connected = 0
+
+    class Polls:
+        def register(self, fd: int, mask: int) -> None:
+            nonlocal connected
+            waiting.register(fd, mask)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.setblocking(False)
+                connected += stranger.connect_ex(local.unix_name(endpoint)) == 0
+            assert connected <= 2 * ACCEPT_BACKLOG
+
+        def unregister(self, fd: int) -> None:
+            waiting.unregister(fd)
+
+    listener = LocalListener(endpoint, Polls(), JOB, 7, lambda seconds, job: None)
+    peer = local.connect(endpoint, HELLO, JOB, lambda _: None)
+    listener.accept_pending()
+    assert peer.is_ready()  # it was there before
+    assert connected > MAX_HANDSHAKES
+    peer.close()
+    listener.close()
 
 
 def test_a_connection_closed_before_its_hello_is_made_again(

@@ -297,9 +297,13 @@ class LocalListener:
         return matches
 
     def accept_pending(self) -> None:
-        """Accepts the connections that wait for it, whose packets are then read in their turn."""
-        while self.is_open and self._accept():
-            pass
+        """Accepts the connections that wait for it now, whose packets are then read in their turn.
+
+        Not those that come meanwhile: strangers could connect faster than they are refused.
+        """
+        for _ in range(ACCEPT_BACKLOG + 1):  # the kernel queues one more than it is told
+            if not (self.is_open and self._accept()):
+                break
         for fd in list(self._handshaking):
             self._handshake(fd)
 
