@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import select
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -515,6 +517,36 @@ def test_large_messages_go_with_the_others_if_the_port_cannot_be_reached(
         assert either.take().frames[0] == some(2, i)
     assert either.records == []
     assert caplog.text.count("was not connected within") == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (select, "epoll", OSError(errno.EMFILE, "Too many open files")),
+    ],
+    ids=["thread", "descriptor"],
+)
+def test_a_channel_opens_once_there_is_a_thread_and_a_descriptor_for_it(
+    pair: Pair,
+    owner: object,
+    name: str,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another one was to be opened before, when there was none."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as without:
+        without.setattr(owner, name, refuse)
+        pair.mailboxes[0].notify(1, BulkOpen(1, generate_key()))
+        eventually(lambda: str(error) in caplog.text)
+    pair.send(7, some(2))
+    assert pair.take().frames[0] == some(2)
+    assert pair.sealed(0)["channels"] == 1
 
 
 def test_of_many_threads_that_wait_for_a_channel_in_vain_one_says_so(

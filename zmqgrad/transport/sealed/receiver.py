@@ -15,13 +15,14 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import zmq
 
-from zmqgrad.errors import ProtocolError, TransportError
+from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.bind_policy import tcp_address
@@ -143,27 +144,30 @@ class ChannelReceiver:
             return f"{self._sessions.name} does not listen on tcp"
         if self._zap is not None and not AVAILABLE:
             return f"{self._sessions.name} has no package cryptography"
-        self._router = router = self._context.socket(zmq.ROUTER)
-        reader = Reader(f"{self._sessions.name}-bulk", partial(router.close, linger=0))
         try:
-            set_up(router)
-            router.rcvhwm = MAX_QUEUED_RECORDS
-            use_io_thread(router, bulk=True)
-            if self._zap is not None:
-                password_server(router)
-            address = tcp_address(self._host, "*")  # as the mailbox's
-            self._listener = TcpListener(router, address, reader, secured=True)
-        except TransportError as e:
-            reader.close()
+            with ExitStack() as undo:
+                self._router = router = self._context.socket(zmq.ROUTER)
+                undo.callback(router.close, linger=0)
+                reader = Reader(f"{self._sessions.name}-bulk", partial(router.close, linger=0))
+                undo.callback(reader.close)
+                set_up(router)
+                router.rcvhwm = MAX_QUEUED_RECORDS
+                use_io_thread(router, bulk=True)
+                if self._zap is not None:
+                    password_server(router)
+                address = tcp_address(self._host, "*")  # as the mailbox's
+                self._listener = TcpListener(router, address, reader, secured=True)
+                bytearray(MALLOC_REUSES_BYTES)  # once one is freed, glibc keeps blocks of this size and less
+                reader.read_router(router, self._receive)
+                reader.start()
+                undo.pop_all()
+        except (RuntimeError, OSError, zmq.ZMQError) as e:  # there is no port, descriptor or thread left
             logger.warning("%s cannot receive large messages by channels: %s", self._sessions.name, e)
             return str(e)
-        bytearray(MALLOC_REUSES_BYTES)  # once one is freed, glibc keeps blocks of this size and less
         if self._zap is not None:
             self._zap.passwords.add(self._token)
         self._port = self._listener.port
-        reader.read_router(router, self._receive)
         self._reader = reader
-        reader.start()
         return ""
 
     def end(self, peer: int, ended: Callable[[], None]) -> bool:
