@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from tests.support.waiting import eventually
 from tools.ports import free_port
 from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
 from zmqgrad.store import StoreServer, TCPStore
+from zmqgrad.store.connection import Connection
 from zmqgrad.wire import codec
+from zmqgrad.wire.messages import StoreChannel, StoreWatchChannel
 
 PATIENCE = 20.0
 
@@ -267,3 +270,22 @@ def test_a_store_is_refused_where_descriptors_are_missing(what: str) -> None:
         lines = run_python(ALMOST_WITHOUT, str(served.port * (what == "client")), timeout=60.0).splitlines()
     assert lines[0].startswith("refused")
     assert lines[-1] == "opened"
+
+
+def test_a_watch_is_refused_where_the_server_has_no_descriptors() -> None:
+    """The client would wait for a reply, and say in the end that the server may have ended."""
+    server = StoreServer("tcp://127.0.0.1:*")
+    connection = Connection("127.0.0.1", server.port, PATIENCE)
+    try:
+        connection.ping()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(StoreError, match=r"cannot publish notifications: .*Too many open files"):
+                connection.request(StoreWatchChannel(), 3.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert isinstance(connection.request(StoreWatchChannel(), PATIENCE), StoreChannel)
+    finally:
+        connection.close()
+        server.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from zmqgrad.runtime.clock import monotonic_ns
+from zmqgrad.transport import local
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.query.sockets import set_up_query_socket
 from zmqgrad.transport.reader import Reader
@@ -32,6 +33,9 @@ NONCE = b"\xff"
 MAX_SUBSCRIPTION_BYTES = 4096
 """Size limit of what subscribers send; longer topics end the connection. libzmq needs some 50 times as much
 memory for a topic, and no topic of a store has more than some 260 bytes."""
+
+PUBLISHER_DESCRIPTORS = 9
+"""That must be free where a publisher is opened."""
 
 MAX_NONCES = 100_000
 """How many nonces are remembered; a client unsubscribes from each after use."""
@@ -68,6 +72,7 @@ class Publisher:
         self._incarnation = incarnation
         self._on_nonce = on_nonce
         self._nonces: OrderedDict[str, None] = OrderedDict()
+        local.check_can_open(PUBLISHER_DESCRIPTORS, "a publisher cannot be opened")
         self._socket = context.socket(zmq.XPUB)
         self._unread = True  # the descriptor does not report again what it has reported
         try:
