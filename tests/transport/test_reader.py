@@ -218,6 +218,22 @@ def test_a_task_can_wait_for_what_was_read_after_it(reading: Reading) -> None:
     os.close(writable)
 
 
+def test_what_is_due_is_done_while_the_thread_that_has_read_it_runs_a_task(reading: Reading) -> None:
+    """The next thread that reads does it at its time, and not when something arrives at last."""
+    idle, done = threading.Event(), threading.Event()
+
+    def begin() -> None:
+        reading.reader.call_later(0.05, done.set)
+        reading.reader.tasks.append(lambda: reading.handled.put(done.wait(WAIT)))
+
+    reading.reader.on_idle = idle.set  # it waits for events next
+    reading.reader.post(idle.clear)
+    reading.reader.post(lambda: None)
+    assert idle.wait(WAIT)
+    reading.reader.post(begin)
+    assert reading.take(1) == [True]
+
+
 def test_a_reader_whose_thread_cannot_start_ends_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -208,10 +208,10 @@ class Reader:
         return self._thread == threading.get_ident()
 
     def promote(self) -> None:
-        """As ``Source``. A follower is woken at once if there is something to handle already."""
+        """As ``Source``. A follower is woken at once if there is something to handle, now or at its time."""
         if self.at_router and not (self._when_empty or self._taken):
             self.at_router = self._has_message()
-        self._poller.promote(self._posted or self.tasks or self.at_router)
+        self._poller.promote(self._posted or self.tasks or self.at_router or self._due)
 
     def read(self) -> Task | None:
         """Reads until something results in a task. Returns None at the end."""
