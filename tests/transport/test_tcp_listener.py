@@ -18,9 +18,16 @@ from zmqgrad.store import StoreServer, TCPStore
 from zmqgrad.transport import tcp_listener
 from zmqgrad.transport.base import Inbound, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.reader import Reader
+from zmqgrad.transport.reader import BURST, Reader
 from zmqgrad.transport.security import ZapAuthenticator, load_keys, secure_client, secure_server
-from zmqgrad.transport.sockets import connection_fd, set_up
+from zmqgrad.transport.sockets import (
+    ACCEPTED,
+    DISCONNECTED,
+    SocketEvent,
+    SocketMonitor,
+    connection_fd,
+    set_up,
+)
 from zmqgrad.transport.tcp_listener import TcpListener
 from zmqgrad.wire.messages import StorePing
 
@@ -35,9 +42,13 @@ class Jobs(Reader):
     def __init__(self) -> None:
         super().__init__("listening", lambda: None)
         self.jobs: list[Callable[[], object]] = []
+        self.again: list[Callable[[], object]] = []
 
     def call_later(self, seconds: float, work: Callable[[], object]) -> None:
         self.jobs.append(work)
+
+    def call_again(self, work: Callable[[], object]) -> None:
+        self.again.append(work)
 
 
 class Listening:
@@ -142,6 +153,69 @@ def test_strangers_do_not_fill_the_log(listening: Listening, caplog: pytest.LogC
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "refused 192.0.2.66, which has not the job's key", "strangers", "strangers",
     ]  # fmt: skip
+
+
+def test_strangers_that_connect_faster_than_they_are_counted_keep_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads of the program may leave the one that reads little time."""
+
+    class Crowd(SocketMonitor):
+        comes = False
+
+        def read(self) -> Iterator[SocketEvent]:
+            yield from super().read()
+            for number in range(10_000 * self.comes):
+                yield SocketEvent((ACCEPTED, DISCONNECTED)[number % 2], 1 << 30)
+            assert not self.comes, "others have no turn"
+
+    monkeypatch.setattr(tcp_listener, "SocketMonitor", Crowd)
+    reader = Jobs()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        listener = TcpListener(router, "tcp://127.0.0.1:*", reader, secured=False)
+        monkeypatch.setattr(Crowd, "comes", True)
+        assert not listener.read()
+        assert reader.again == [listener.read]
+        monkeypatch.setattr(Crowd, "comes", False)
+        reader.close()
+
+
+def test_a_member_whose_message_overtakes_the_news_of_its_connection_is_no_stranger(
+    listening: Listening,
+) -> None:
+    with ExitStack() as crowd:
+        for _ in range(2 * BURST):
+            crowd.enter_context(listening.stranger())
+        member = listening.member()
+        while not listening.router.poll(10):
+            listening.zap.read()
+        identity, frame = listening.router.recv_multipart(copy=False)
+        listening.listener.hear(connection_fd(frame))
+        assert listening.reader.again, "there were fewer events than one burst"
+        while not listening.listener.read():
+            pass
+        for _ in range(2 * MAX_SILENT):
+            crowd.enter_context(listening.stranger())
+            eventually(listening.silent, lambda n: n == MAX_SILENT)
+        member.send(b"still here")
+        while not listening.router.poll(10):
+            listening.silent()
+        assert listening.router.recv_multipart() == [identity.bytes, b"still here"]
+    member.close()
+
+
+def test_those_who_try_passwords_without_end_leave_others_their_turn(listening: Listening) -> None:
+    with listening.context.socket(zmq.DEALER) as asking:
+        asking.linger = 0
+        asking.connect("inproc://zeromq.zap.01")
+        for _ in range(2 * BURST):
+            asking.send_multipart([b"", b"1.0", b"1", b"zmqgrad", b"", b"", b"PLAIN", b"zmqgrad", b"guess"])
+        listening.zap.read()
+        for _ in range(2):
+            for _ in range(BURST):
+                assert asking.recv_multipart()[3] == b"400"
+            assert not asking.poll(0)
+            listening.reader.again.pop()()
 
 
 def is_cut(stranger: socket.socket) -> bool:

@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 ROUTER_BURST = 64
 """Messages read from the ROUTER in a row before everything else has its turn."""
 
+BURST = 32
+"""Events of one source, such as connections of strangers, handled in a row before everything else has its
+turn: they may come faster than they are handled, if threads of the program keep the interpreter busy."""
+
 TAKEN_AT_ONCE = 16
 """Messages taken from the ROUTER for each one that is handled, while something waits until it is empty."""
 
@@ -94,6 +98,7 @@ class Reader:
         self._posted: deque[Work] = deque()
         self._due: list[tuple[float, int, Work]] = []  # a heap
         self._order = itertools.count()
+        self._again: dict[Work, None] = {}
         self._wakeup = Wakeup()
         self.watch(self._wakeup.fd, self._wakeup.clear)
         self._local: LocalListener | None = None
@@ -163,6 +168,17 @@ class Reader:
     def call_later(self, seconds: float, work: Work) -> None:
         """Calls ``work`` in ``seconds``. Reading thread only."""
         self.call_at(self._now() + seconds, work)
+
+    def call_again(self, work: Work) -> None:
+        """Calls ``work`` once everything else has had its turn, however often this asks for it. Reading
+        thread only."""
+        if work not in self._again:
+            self._again[work] = None
+            self.call_later(0.0, partial(self._do_again, work))
+
+    def _do_again(self, work: Work) -> None:
+        del self._again[work]
+        work()
 
     def watch(self, fd: int, readable: Callable[[], object]) -> None:
         """Makes the reading thread call ``readable`` when that descriptor is readable. From any thread."""

@@ -25,7 +25,7 @@ from zmq.utils import z85
 from zmqgrad import environment
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.runtime.repeat_log import RepeatLog
-from zmqgrad.transport.reader import Reader
+from zmqgrad.transport.reader import BURST, Reader
 from zmqgrad.transport.sockets import get_int
 from zmqgrad.transport.user_token import read_token
 
@@ -266,14 +266,17 @@ class ZapAuthenticator:
         except BaseException:
             self._socket.close()
             raise
+        self._reader = reader
         reader.at_end.append(self.close)
         reader.watch(get_int(self._socket, zmq.FD), self.read)
         reader.post(self.read)  # its descriptor does not report what came before
 
     def read(self) -> None:
-        """Replies to all requests."""
+        """Replies to requests: to some of them now, if there are many."""
+        if self._socket.closed:
+            return
         try:
-            while not self._socket.closed:
+            for _ in range(BURST):
                 # RFC 27: version, request, domain, address, identity, mechanism, credentials
                 request = self._socket.recv_multipart(zmq.NOBLOCK)
                 version, number, _, address, _, mechanism, *credentials = request
@@ -284,6 +287,7 @@ class ZapAuthenticator:
                     )
                 code, text = (b"200", b"OK") if accepted else (b"400", b"another secret")
                 self._socket.send_multipart([version, number, code, text, b"", b""])
+            self._reader.call_again(self.read)
         except (zmq.Again, zmq.ContextTerminated):
             pass
 

@@ -15,13 +15,14 @@ import logging
 import os
 import socket as sockets
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 
 import zmq
 
 from zmqgrad.errors import TransportError
 from zmqgrad.transport.bind_policy import bind_tcp
-from zmqgrad.transport.reader import Reader
+from zmqgrad.transport.reader import BURST, Reader
 from zmqgrad.transport.sockets import ACCEPT_FAILED, ACCEPTED, DISCONNECTED, LISTENING, SocketMonitor
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class TcpListener:
         self._open: dict[int, int] = {}  # connections: inodes by descriptor
         self._silent: dict[int, None] = {}  # those that have not sent a message, oldest first
         self._cut: set[int] = set()  # those that libzmq is about to close
+        self._early: set[int] = set()  # inodes of those whose first message overtook the event of their begin
         self._monitor = SocketMonitor(socket, LISTENING | ACCEPTED | ACCEPT_FAILED | DISCONNECTED | events)
         try:
             self.endpoint = bind_tcp(socket, address, secured=secured, listen_fd=listen_fd)
@@ -91,10 +93,18 @@ class TcpListener:
         """How many connections have not sent a message yet."""
         return len(self._silent)
 
-    def read(self) -> None:
-        """Handles all events. Counts connections, and cuts some if there are too many."""
-        tried = False
-        for kind, value in self._monitor.read():
+    def read(self, at_once: int | None = BURST) -> bool:
+        """Handles events. Counts connections, and cuts some if there are too many.
+
+        Args:
+            at_once: how many events; others are handled later. None: all.
+
+        Returns:
+            Whether these were all.
+        """
+        tried, handled = False, 0
+        for kind, value in islice(self._monitor.read(), at_once):
+            handled += 1
             if kind != ACCEPT_FAILED:
                 self._count(kind, value)
                 self._on_event(kind, value)
@@ -109,6 +119,11 @@ class TcpListener:
             if len(self._silent) > MAX_SILENT:  # now, as more may arrive for as long as events are read
                 self._warn("too many connections have sent nothing; closed the oldest")
                 self._cut_oldest(len(self._silent) - MAX_SILENT)
+        if handled == at_once:
+            self._reader.call_again(self.read)
+            return False
+        self._early.clear()
+        return True
 
     def _count(self, kind: int, fd: int) -> None:
         if kind == ACCEPTED:
@@ -122,10 +137,11 @@ class TcpListener:
     def _on_accepted(self, fd: int) -> None:
         self._forget(fd)
         try:
-            self._open[fd] = os.fstat(fd).st_ino
+            self._open[fd] = inode = os.fstat(fd).st_ino
         except OSError:
             return  # it has ended already, as the next event reports
-        self._silent[fd] = None
+        if inode not in self._early:
+            self._silent[fd] = None
 
     def _forget(self, fd: int) -> None:
         self._open.pop(fd, None)
@@ -134,7 +150,10 @@ class TcpListener:
 
     def hear(self, fd: int) -> None:
         """Notes that a message has arrived by the connection with descriptor ``fd``."""
-        self.read()  # that it was accepted, and perhaps that another one, with that descriptor, has ended
+        # That it was accepted, and perhaps that another one, with that descriptor, has ended.
+        if not self.read():
+            with suppress(OSError):  # it has ended meanwhile
+                self._early.add(os.fstat(fd).st_ino)
         self._silent.pop(fd, None)
 
     def _cut_oldest(self, count: int) -> None:
@@ -183,7 +202,7 @@ class TcpListener:
         copy = -1
         try:
             copy = os.dup(self._copy)
-            self.read()
+            self.read(None)
             for fd in list(self._open):
                 self._forget(fd)  # accepted before libzmq gave up the address, and closed then
             bind_tcp(self._socket, self._address, secured=self._secured, listen_fd=copy)

@@ -17,7 +17,7 @@ from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.transport import local
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.query.sockets import set_up_query_socket
-from zmqgrad.transport.reader import Reader
+from zmqgrad.transport.reader import BURST, Reader
 from zmqgrad.transport.security import Keys, secure_server
 from zmqgrad.transport.sockets import NOBLOCK, NOBLOCK_MORE, connection_fd, get_int
 from zmqgrad.transport.tap import Identity, Tracer
@@ -71,6 +71,7 @@ class Publisher:
         """How many notifications were published."""
         self._incarnation = incarnation
         self._on_nonce = on_nonce
+        self._reader = reader
         self._nonces: OrderedDict[str, None] = OrderedDict()
         local.check_can_open(PUBLISHER_DESCRIPTORS, "a publisher cannot be opened")
         self._socket = context.socket(zmq.XPUB)
@@ -108,15 +109,16 @@ class Publisher:
         self._socket.send(data, NOBLOCK)
 
     def read(self) -> None:
-        """Reads subscriptions."""
+        """Reads subscriptions: some of them now, if there are many."""
         self._unread = False
         try:
-            while True:
+            for _ in range(BURST):
                 frame = self._socket.recv(NOBLOCK, copy=False)
                 event = frame.bytes
                 self._listener.hear(connection_fd(frame))
                 if event[1:2] == NONCE:
                     self._on_nonce_topic(event[2:], subscribed=event[0] == 1)
+            self._reader.call_again(self.read)
         except zmq.Again:
             return
 
