@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 
 import pytest
+import zmq
 
 from tests.support.relay import Direction, Fate, Relay, at_random
 from tests.support.waiting import eventually
@@ -16,7 +17,9 @@ from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.sealed import transport as sealed_transport
 from zmqgrad.transport.security import Keys, load_keys
-from zmqgrad.wire.messages import Call, Payload, Result
+from zmqgrad.wire.codec import encode
+from zmqgrad.wire.frames import write_session
+from zmqgrad.wire.messages import Ack, Call, Payload, Result
 
 WAIT = 60.0
 
@@ -222,3 +225,23 @@ def test_one_direction_is_acknowledged_without_any_message_back(
     eventually(lambda: pair.sessions(0)["unacknowledged"], lambda unacknowledged: unacknowledged == 0)
     assert pair.sessions(0)["unacknowledged_bytes"] == 0
     assert pair.arrived[0].empty()
+
+
+def test_an_acknowledgement_of_what_was_never_sent_counts_for_nothing() -> None:
+    """Else all later messages were kept, and sent again for ever, and yet seemed to have arrived."""
+    pair = Pair()
+    near, far = pair.mailboxes
+    near.send(1, RESULT, 1)
+    assert ids(pair.take(1, 1)) == [1]
+    eventually(lambda: pair.sessions(0)["unacknowledged"] == 0)
+    wrong = encode(Ack(), 1, far.incarnation, 0)
+    write_session(wrong, 0, 1 << 63, near.incarnation)
+    before = near.statistics()["messages_received"]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(f"tcp://127.0.0.1:{port_of(near)}")
+        dealer.send(wrong)
+        eventually(lambda: near.statistics()["messages_received"] > before)
+    near.send(1, RESULT, 2)
+    assert ids(pair.take(1, 1)) == [2]
+    eventually(lambda: pair.sessions(0)["unacknowledged"] == 0)
+    pair.close()

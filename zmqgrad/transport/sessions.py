@@ -79,7 +79,7 @@ class Sessions:
         if (
             session is not None
             and session.incoming is incoming
-            and envelope.acknowledged > session.peer_acknowledged
+            and session.peer_acknowledged < envelope.acknowledged < session.outgoing.next_sequence
         ):
             session.peer_acknowledged = envelope.acknowledged
             outgoing = session.outgoing

@@ -296,7 +296,7 @@ class SealedTransport:
         if channel is None or channel.number != message.channel or channel.socket is None:
             return
         socket = channel.socket
-        if message.sequence > socket.peer_acknowledged:
+        if socket.peer_acknowledged < message.sequence < socket.outgoing.next_sequence:
             socket.peer_acknowledged = message.sequence
         if socket.lock.acquire(blocking=False):
             try:
