@@ -27,7 +27,7 @@ from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.store import Store
 from zmqgrad.transport import local
-from zmqgrad.transport.base import Inbound, PeerAddress, PeerEnd
+from zmqgrad.transport.base import Buffer, Inbound, PeerAddress, PeerEnd
 from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.security import job_keys, keys_for_worker, load_keys
@@ -196,27 +196,28 @@ class OtherAgents:
 
     def _on_message(self, inbound: Inbound) -> Task | None:
         message, source = inbound.message, inbound.envelope.source
-        number = inbound.envelope.message_id
-        if isinstance(message, CommitKept):
-            self._settle(source, number, None)
-        elif isinstance(message, CommitFetched):
-            error = CommitError(f"node {source}: {message.error}") if message.error else None
-            self._settle(source, number, memoryview(inbound.frames[0]) if inbound.frames else None, error)
-        elif isinstance(message, CommitCopy) and len(inbound.frames) == 1:
-            self._holder.keep(message.part, memoryview(inbound.frames[0]))
+        number, frames, error = inbound.envelope.message_id, list[Buffer](), ""
+        try:
+            frames = list(inbound.frames)
+        except MemoryError as e:  # there was none for them: who waits is to be told
+            error = str(e)
+        if isinstance(message, (CommitKept, CommitFetched)):
+            self._settle(source, number, memoryview(frames[0]) if frames else None, message.error or error)
+        elif isinstance(message, CommitCopy) and error:
+            return partial(self._reply, source, CommitKept(error), number)
+        elif isinstance(message, CommitCopy) and len(frames) == 1:
+            self._holder.keep(message.part, memoryview(frames[0]))
             return partial(self._reply, source, CommitKept(), number)
         elif isinstance(message, CommitFetch):
             return partial(self._send_part, source, message.part, number)
         return None
 
-    def _settle(
-        self, source: int, number: int, data: memoryview | None, error: CommitError | None = None
-    ) -> None:
+    def _settle(self, source: int, number: int, data: memoryview | None, error: str) -> None:
         peer, reply = self._replies.get(number, (-1, None))
         if reply is None or peer != source:
             return
-        if error is not None:
-            reply.set_exception(error)
+        if error:
+            reply.set_exception(CommitError(f"node {source}: {error}"))
         else:
             reply.set_result(data)
 

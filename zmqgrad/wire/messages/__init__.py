@@ -99,7 +99,7 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
 Commits (:mod:`~zmqgrad.wire.messages.commits`), agent to agent::
 
     COMMIT_COPY                    keep this part of a commit -> COMMIT_KEPT
-    COMMIT_KEPT                    reply: it is here
+    COMMIT_KEPT                    reply: it is here, or why it is not
     COMMIT_FETCH                   send a part of a commit -> COMMIT_FETCHED
     COMMIT_FETCHED                 reply: the part, or why it is not here
 """

@@ -36,9 +36,10 @@ class CommitCopy(Message, frozen=True):
 
 
 class CommitKept(Message, frozen=True):
-    """Reply to COMMIT_COPY: the part is here, in memory."""
+    """Reply to COMMIT_COPY: the part is here, in memory, unless ``error`` says why not."""
 
     TYPE: ClassVar[MessageType] = MessageType.COMMIT_KEPT
+    error: Text = ""
 
 
 class CommitFetch(Message, frozen=True):
