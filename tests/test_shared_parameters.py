@@ -213,9 +213,9 @@ def test_a_call_has_ended_to_read_when_its_caller_has_the_reply(
     early: list[bool] = []
     end = ParameterVersions.end_reading
 
-    def wait_and_end(versions: ParameterVersions) -> None:
+    def wait_and_end(versions: ParameterVersions, reading: Any) -> None:
         early.append(replied.wait(0.2))
-        end(versions)
+        end(versions, reading)
 
     monkeypatch.setattr(ParameterVersions, "end_reading", wait_and_end)
     with context():
@@ -262,8 +262,8 @@ def test_a_step_before_the_reply_is_sent_does_not_change_it(
             backward(ctx, [rpc.rpc_sync(1, sum_of, (mine,))])
             steps.append(sgd(*mine).step(ctx))
 
-    def end_and_step(versions: ParameterVersions) -> None:
-        end(versions)
+    def end_and_step(versions: ParameterVersions, reading: Any) -> None:
+        end(versions, reading)
         if "forks" in KEPT:
             in_thread(c, 2, step)
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
@@ -24,8 +24,9 @@ from tests.support.workers import WAIT, two_workers
 from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, grad
-from zmqgrad.autograd.context import own_context, pass_context
+from zmqgrad.autograd.context import Context, own_context, pass_context
 from zmqgrad.autograd.forwarding import autograd_of
+from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.errors import ClosedError, GroupError, NotInitializedError, UnknownWorkerError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
@@ -33,7 +34,7 @@ from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.blocking import holding
+from zmqgrad.runtime.blocking import blocking_section, holding
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.finalizers import Notes
 from zmqgrad.store import HashStore, PrefixStore, TCPStore
@@ -628,6 +629,50 @@ def test_an_interrupt_at_any_moment_of_grad_leaves_the_modes_of_the_thread(
 
 class Alarm(TimeoutError):
     """What the handler of SIGALRM raises."""
+
+
+@KINDS
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_interrupt_at_any_moment_leaves_shared_parameters_to_others(
+    reads: bool, held: bool, kind: type[BaseException]
+) -> None:
+    """Of a step, in place or in new memory, and of reading: others read, and their steps are published."""
+
+    def is_interrupted(number: int) -> bool:
+        versions, param = ParameterVersions(), torch.nn.Parameter(torch.zeros(1))
+        shared = versions.share(param)
+        alias = param.detach() if held else None
+
+        def step(by: float) -> None:
+            with versions.stepping(Context(1), [shared]) as (memory,):
+                memory.add_(by)
+
+        def read_and_step() -> None:
+            with versions.reading(fresh=True) if reads else nullcontext():
+                with blocking_section():
+                    pass
+                step(1.0)
+
+        def others() -> None:
+            with versions.reading(fresh=True):
+                pass
+            step(2.0)
+
+        modules = ("zmqgrad.autograd.versions",)
+        with ThreadPoolExecutor(1) as pool:  # a thread of its own, which may keep its hooks of saved tensors
+            found = pool.submit(interrupted, number, modules, read_and_step, kind).result()
+        thread = threading.Thread(target=others, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert param.item() in ((2.0, 3.0) if found else (3.0,)), number
+        assert alias is None or alias.item() == 0.0
+        return found
+
+    number = 0
+    while is_interrupted(number):
+        number += 1
+    assert number > 20
 
 
 def test_an_alarm_at_any_moment_of_received_gradients_ends_the_pass_at_once(pair: list[Worker]) -> None:

@@ -60,9 +60,8 @@ class context:
         try:
             autograd = autograd_of(worker)
             self._releases = autograd.releases
-            reading = autograd.versions.reading(fresh=True)
-            reading.__enter__()
-            self._reading = reading
+            self._reading = autograd.versions.reading(fresh=True)
+            self._reading.__enter__()
             self._context = autograd.begin()
             self._context.entered_by = weakref.ref(self)
             activation = ActiveContext(self._context)

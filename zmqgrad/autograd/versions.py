@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,11 +95,13 @@ class SharedParameter:
 
     def end_version(self) -> None:
         """Note that the published values end here. Before any parameter changes: some share their counter."""
-        self.version.ended, self.version = self.param._version, Version()
+        if self.pending is not None:
+            self.version.ended, self.version = self.param._version, Version()
 
     def publish(self) -> None:
-        """Give the parameter the memory of the latest values."""
-        assert self.pending is not None
+        """Give the parameter the memory of the latest values, unless it has that: Ctrl-C may come behind."""
+        if self.pending is None:
+            return
         increment_version(self.param)  # before and after: whatever saved it outside of contexts is noticed
         self.param.data, self.pending = self.pending, None
         increment_version(self.param)
@@ -142,8 +145,9 @@ class ParameterVersions:
         self._by_address: dict[int, weakref.ref[SharedParameter]] | None = None
         self._lock = threading.RLock()  # guards all below
         self._changed = threading.Condition(self._lock)
-        self._readers = 0
-        self._paused = 0  # readers that wait
+        # What Ctrl-C has kept from ending is counted until it is dropped.
+        self._readers: weakref.WeakSet[Reading] = weakref.WeakSet()
+        self._paused: weakref.WeakSet[Reading] = weakref.WeakSet()  # those that wait
         self._writing = False  # a step changes published values in place
         self._pending: set[SharedParameter] = set()
         self._steps = 0
@@ -210,47 +214,37 @@ class ParameterVersions:
         Args:
             fresh: whether its context has not been here before; then it begins with the latest values.
         """
-        return Reading(self, fresh) if self._shared and thread_state.pause is None else _NOTHING
+        return Reading(self, fresh) if self._shared and _reading_here() is None else _NOTHING
 
-    def begin_reading(self, fresh: bool) -> None:
+    def begin_reading(self, reading: Reading, fresh: bool) -> None:
         """Count a reader; if ``fresh``, once the latest values are published, or after ``FAIR_SECONDS``."""
         with self._lock:
+            self._publish_if_unread()  # an interrupt may have kept that
             if self._writing or (fresh and self._pending):
                 with blocking_section():
                     self._changed.wait_for(lambda: not (self._writing or self._pending), FAIR_SECONDS)
                     self._changed.wait_for(lambda: not self._writing)
-            self._readers += 1
+            self._readers.add(reading)
 
-    def end_reading(self) -> None:
-        """Count a reader less; the last one publishes."""
+    def end_reading(self, reading: Reading) -> None:
+        """Count a reader less; the last one publishes. Idempotent."""
         with self._lock:
-            self._readers -= 1
+            self._readers.discard(reading)
+            self._paused.discard(reading)
             self._publish_if_unread()
 
-    @contextmanager
-    def pause(self, wait: Any) -> Iterator[None]:
-        """Do not read in the calling thread, which is a reader, during ``wait``."""
-        thread_state.pause = None
-        self.suspend()
-        try:
-            with wait:
-                yield
-        finally:
-            self.resume()
-            thread_state.pause = self.pause
-
-    def suspend(self) -> None:
+    def suspend(self, reading: Reading) -> None:
         """Count a reader as one that waits: the last one publishes, but no step changes values in place."""
         with self._lock:
-            self._readers -= 1
-            self._paused += 1
+            self._paused.add(reading)
+            self._readers.discard(reading)
             self._publish_if_unread()
 
-    def resume(self) -> None:
+    def resume(self, reading: Reading) -> None:
         """Count a reader that waits as one that reads. Waits for nothing: the thread may hold any locks."""
         with self._lock:
-            self._readers += 1
-            self._paused -= 1
+            self._readers.add(reading)
+            self._paused.discard(reading)
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
         """Save a tensor for backward. Not itself: it may refer to the node that saves it."""
@@ -323,47 +317,45 @@ class ParameterVersions:
             may_wait: whether the step may wait for a call that reads here. It changes nothing in place then,
                 for which that call would wait.
         """
-        reads = thread_state.pause is not None
-        with self.pause(nullcontext()) if reads else nullcontext():
-            with self._lock:
-                others = self._readers + self._paused - reads
-                in_place = not (may_wait or others or self._pending or any(map(self._is_held, params)))
-                self._writing = in_place
-                affected = params if in_place else self._with_siblings(params)
-                memory = {p: p.pending for p in affected if p.pending is not None}
-                for p in memory:  # while it changes, nobody publishes it
-                    p.pending = None
-                self._pending.difference_update(memory)
+        own = _reading_here()
+        with nullcontext() if own is None else own.pause(nullcontext()):
+            in_place, affected = False, list[SharedParameter]()
             try:
-                if not in_place:
-                    memory |= _copies([p for p in affected if p not in memory])
-                yield [p.param.data if in_place else memory[p] for p in params]
-            finally:
                 with self._lock:
-                    self._finish_step(params, memory)
-                    context.read_at = self.published
-                    context.pending_steps = {
-                        step for step in (*context.pending_steps, self._steps) if step > self.published
-                    }
-
-    def _finish_step(
-        self, params: Sequence[SharedParameter], memory: dict[SharedParameter, torch.Tensor]
-    ) -> None:
-        self._steps += 1
-        for p in params:
-            p.steps.append(self._steps)
-        for p, pending in memory.items():
-            p.pending = pending
-        self._pending.update(memory)
-        if self._writing:
-            for p in params:
-                increment_version(p.param)
-            self._writing, self.published = False, self._steps
-            self._changed.notify_all()
-        self._publish_if_unread()
+                    others = len(self._readers) + len(self._paused) - (own is not None)
+                    in_place = not (may_wait or others or self._pending or any(map(self._is_held, params)))
+                    self._writing = in_place
+                    affected = [] if in_place else self._with_siblings(params)
+                    self._pending.difference_update(affected)  # while they change, nobody publishes them
+                for p, copy in _copies([p for p in affected if p.pending is None]).items():
+                    p.pending = copy
+                yield [p.param.data if p.pending is None else p.pending for p in params]
+            finally:
+                try:
+                    with self._lock:
+                        self._pending.update(affected)
+                        self._steps += 1
+                        for p in params:
+                            p.steps.append(self._steps)
+                            if in_place:
+                                increment_version(p.param)
+                        if in_place:
+                            self.published = self._steps
+                        self._writing = False
+                        self._publish_if_unread()
+                        context.read_at = self.published
+                        context.pending_steps = {
+                            step for step in (*context.pending_steps, self._steps) if step > self.published
+                        }
+                finally:
+                    self._writing = False
+                    with self._lock:
+                        self._changed.notify_all()
 
     def _is_held(self, shared: SharedParameter) -> bool:
-        """Whether anything but shared parameters refers to the memory of one."""
+        """Whether anything but shared parameters refers to the memory of one, or it has later values."""
+        if shared.pending is not None:
+            return True
         users = storage_users(shared.param)
         return users > 1 and users > len(self._with_siblings([shared]))
 
@@ -400,31 +392,51 @@ def _copies(params: Sequence[SharedParameter]) -> dict[SharedParameter, torch.Te
 
 
 class Reading:
-    """Context manager that makes the calling thread a reader: see :class:`ParameterVersions`."""
+    """Context manager that makes the calling thread a reader: see :class:`ParameterVersions`.
+
+    Keep it until it is left: one that is dropped is no reader any more.
+    """
 
     def __init__(self, versions: ParameterVersions, fresh: bool) -> None:
-        self._versions = versions
+        self.versions = versions
         self._fresh = fresh
         self._hooks = saved_tensors_hooks(versions.pack, unpack)
+        self._thread = 0  # where it has begun, until it is left there
 
     def __enter__(self) -> None:
-        self._versions.begin_reading(self._fresh)
-        self._thread = threading.get_ident()
+        self.versions.begin_reading(self, self._fresh)
         self._hooks.__enter__()
-        thread_state.pause = self._versions.pause
+        self._thread = threading.get_ident()
+        thread_state.pause = partial(_pause, weakref.ref(self))
 
     def __exit__(self, *error: object) -> None:
-        self._leave_thread()
-        self._versions.end_reading()
+        try:
+            self._leave_thread()
+        finally:
+            self.versions.end_reading(self)
+
+    @contextmanager
+    def pause(self, wait: Any) -> Iterator[None]:
+        """Do not read in the calling thread, which is this reader, during ``wait``."""
+        pause, thread_state.pause = thread_state.pause, None
+        try:
+            self.versions.suspend(self)
+            with wait:
+                yield
+        finally:
+            try:
+                self.versions.resume(self)
+            finally:
+                thread_state.pause = pause
 
     def suspend(self) -> None:
         """Leave the calling thread, and wait for :meth:`resume`."""
         self._leave_thread()
-        self._versions.suspend()
+        self.versions.suspend(self)
 
     def resume(self) -> None:
         """Read again, in any thread, which must not wait. Nothing that it saves is an alias."""
-        self._versions.resume()
+        self.versions.resume(self)
 
     def _leave_thread(self) -> None:
         if threading.get_ident() == self._thread:  # otherwise that thread keeps them, without effect
@@ -433,10 +445,23 @@ class Reading:
             self._hooks.__exit__()
 
 
+def _pause(reference: weakref.ref[Reading], wait: Any) -> Any:
+    """Return ``wait`` as a context manager in which the thread does not read, if it still does."""
+    reading = reference()
+    return wait if reading is None else reading.pause(wait)
+
+
+def _reading_here() -> Reading | None:
+    """Return what the calling thread reads by."""
+    pause: Any = thread_state.pause
+    found: Reading | None = None if pause is None else pause.args[0]()
+    return found
+
+
 def _of_program(pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
     """Return the hooks of saved tensors to use where the calling thread enters these."""
-    pause: Any = thread_state.pause
-    return (pack, unpack) if pause is None else pause.__self__.hooks_above(pack, unpack)
+    reading = _reading_here()
+    return (pack, unpack) if reading is None else reading.versions.hooks_above(pack, unpack)
 
 
 replace_saved_tensor_hooks(_of_program)
