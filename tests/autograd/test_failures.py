@@ -35,6 +35,11 @@ class Speechless(Exception):
         raise ValueError("no words")
 
 
+class Leaving(Exception):
+    def __str__(self) -> str:
+        sys.exit("enough")
+
+
 def travelled(error: BaseException) -> BaseException:
     return rebuild_failure(describe_failure(error, 2, "worker2"))
 
@@ -74,6 +79,7 @@ def test_attributes_stay() -> None:
 
 def test_errors_without_text_or_that_cannot_be_rebuilt_are_reported() -> None:
     assert "Speechless" in str(travelled(Speechless()).__cause__)
+    assert "Leaving" in str(travelled(Leaving()).__cause__)
     assert isinstance(travelled(SystemExit(3)), RemoteError)
 
 

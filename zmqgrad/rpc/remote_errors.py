@@ -134,7 +134,9 @@ def summarize(error: BaseException) -> str:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as e:  # user code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # user code, whose SystemExit, too, must not end this process
         return f"(no text: {type(e).__name__})"
 
 

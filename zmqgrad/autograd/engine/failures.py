@@ -34,7 +34,7 @@ def describe_failure(
     reply = describe_exception(error, info, same_program)
     try:
         text = str(error)
-    except Exception as e:  # user code
+    except BaseException as e:  # user code, whose SystemExit, too, would leave the coordinator waiting
         logger.debug("an error of a backward pass has no text: %s", type(e).__name__)
         text = reply.text
     forward = error.__dict__.pop(FORWARD_NOTE, "")
