@@ -103,7 +103,8 @@ MUTANTS = {
     ),
     "pass-sender": Mutant(  # a pass waits for gradients that were lost with their sender
         "autograd/engine/termination.py",
-        "            if receiver != self._root:\n                lost = lost or self._lost.get(sender)\n",
+        "            if request not in self._arrived:\n"
+        "                lost = lost or self._lost.get(sender)\n",
         "",
         "members",
         171,

@@ -130,6 +130,46 @@ def test_what_came_with_gradients_is_known_before_the_loss_of_their_sender() -> 
         assert get_gradients(ctx)[x].item() == 2
 
 
+def keep(x: Tensor) -> rpc.RRef[Tensor]:
+    return rpc.RRef(x * 2)
+
+
+def add_to_kept(kept: rpc.RRef[Tensor], x: Tensor) -> Tensor:
+    return kept.local_value() + x.sum()
+
+
+def test_a_pass_ends_when_a_worker_is_lost_whose_gradients_have_not_arrived_with_its_report() -> None:
+    """Between hosts, a report may overtake large gradients, which go by connections of their own."""
+    failed: list[BaseException] = []
+    entered: list[int] = []
+    large, small = torch.zeros(200_000, dtype=torch.float64, requires_grad=True), leaf(1)
+
+    def differentiate() -> None:
+        with c2.acting(0), context() as ctx:
+            entered.append(ctx)
+            kept = rpc.rpc_sync(1, keep, (large,))
+            loss = rpc.rpc_sync(1, add_to_kept, (kept, small)).sum()
+            try:
+                backward(ctx, [loss])
+            except PeerLostError as e:
+                failed.append(e)
+
+    with (
+        cluster(2) as c2,
+        c2.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, times=1, source=1) as held,
+    ):
+        thread = threading.Thread(target=differentiate)
+        thread.start()
+        assert isinstance(held, Hold)
+        held.wait()
+        with c2.acting(0):
+            eventually(lambda: get_gradients(entered[0]), bool)
+        c2.workers[0].lose(1, "its process has ended")
+        thread.join(10.0)
+        assert not thread.is_alive()
+    assert "worker1 (worker 1) is gone: its process has ended" in str(failed[0])
+
+
 def test_gradients_for_a_worker_that_is_being_shut_down_say_so() -> None:
     """Its contexts are released by then, and not because a ``with`` block was left."""
     with cluster(2) as c2, context() as ctx:

@@ -81,15 +81,20 @@ def test_what_a_lost_worker_has_sent_to_another_ends_the_pass(reported_first: bo
     assert str(detector.error()) == "1 is gone"
 
 
-def test_what_a_lost_worker_has_sent_to_the_coordinator_has_arrived() -> None:
+@pytest.mark.parametrize("has_arrived", [True, False])
+def test_what_a_lost_worker_has_sent_to_the_coordinator_has_arrived_or_ends_the_pass(
+    has_arrived: bool,
+) -> None:
     detector = TerminationDetector(root=0)
     detector.handled([ROOTS], [(1, [7])], QUIET)
+    if has_arrived:
+        detector.arrived([8])
     detector.handled([7], [(0, [8])], StallReport(1, 0))
     detector.lose(1, ConnectionError("1 is gone"))
-    assert not detector.finished.done()
+    assert detector.finished.done() is not has_arrived
     detector.handled([8], [], QUIET)
     assert detector.finished.done()
-    assert detector.error() is None
+    assert (detector.error() is None) is has_arrived
 
 
 def test_a_worker_may_be_lost_once_its_part_is_done() -> None:

@@ -415,9 +415,11 @@ class Participant:
         return describe_failure(error, self.worker_id, repr(members.own.info), members.runs_the_same(root))
 
     def take_report(self, inbound: Inbound) -> None:
-        """Record the report that came with gradients, whoever is to handle these, and however late."""
+        """Record that gradients have come, and their report, whoever is to handle them, and however late."""
         message = inbound.message
         assert isinstance(message, BackwardAutogradReq)
+        if (detector := self._detectors.get(message.pass_id)) is not None:
+            detector.arrived([send for send, _ in message.sends])
         if message.handled is not None:
             self._count(message.pass_id, message.handled)
 

@@ -13,7 +13,7 @@ The alternative, to reply to a request when everything that it set off has finis
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from zmqgrad.runtime.future import Promise
 from zmqgrad.wire.messages import StallReport
@@ -42,6 +42,7 @@ class TerminationDetector:
         self._outstanding: dict[int, tuple[int, int]] = {ROOTS: (root, root)}  # receiver and sender of each
         self._reported_early: set[int] = set()
         self._handled: set[int] = set()
+        self._arrived: set[int] = set()  # of those for the coordinator's worker
         self._reports: dict[int, StallReport] = {}
         self._with_callbacks: set[int] = set()
         self._error: BaseException | None = None
@@ -99,6 +100,11 @@ class TerminationDetector:
         if done:
             self._finish(failed)
 
+    def arrived(self, requests: Iterable[int]) -> None:
+        """Note requests that have arrived at the coordinator's worker: it handles them whoever is lost."""
+        with self._lock:
+            self._arrived.update(requests)
+
     def expect(self, requests: dict[int, int]) -> None:
         """Announce requests that the coordinator is about to send, each with its worker."""
         with self._lock:
@@ -111,8 +117,9 @@ class TerminationDetector:
     def lose(self, worker: int, error: BaseException) -> None:
         """Fail the pass if a request is or will be reported as outstanding at, or from, a lost worker.
 
-        What a worker sent to others just before it was lost may not have arrived, which nobody knows: its
-        report came another way. What it sent to the coordinator has arrived, before the loss.
+        What a worker sent just before it was lost may not have arrived: its report came another way. Nobody
+        knows that of what it sent to others. What it sent to the coordinator has arrived by now, or never
+        will.
         """
         with self._lock:
             self._lost[worker] = error
@@ -145,7 +152,7 @@ class TerminationDetector:
         """Fail if an outstanding request is lost, or its receiver or sender. The caller holds the lock."""
         for request, (receiver, sender) in self._outstanding.items():
             lost = self._lost.get(receiver) or self._lost_requests.get(request)
-            if receiver != self._root:
+            if request not in self._arrived:
                 lost = lost or self._lost.get(sender)
             if lost is not None:
                 self._error = self._error or lost
