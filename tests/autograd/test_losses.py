@@ -450,6 +450,18 @@ def test_a_reply_after_its_context_is_an_error_if_it_would_have_a_history(c3: Cl
     wait_until_known_by(c3)
 
 
+def test_a_call_that_its_release_has_overtaken_leaves_nothing(c3: Cluster) -> None:
+    """As a call with large tensors, or one that waits for a thread."""
+    done = MessageType.CLEANUP_AUTOGRAD_CONTEXT_RESP
+    with c3.network.hold(MessageType.FORWARD_AUTOGRAD_REQ, target=1):
+        with context():
+            waits = rpc.rpc_async(1, relay, ([2], leaf(1)))
+        eventually(lambda: [m for m in c3.network.history if m.envelope.type == done], bool)
+    with pytest.raises(AutogradError, match="ended before the reply of this call arrived"):
+        waits.wait()
+    assert known_by(c3) == []
+
+
 def test_a_release_reaches_workers_of_unawaited_no_grad_calls(c3: Cluster) -> None:
     with c3.network.hold(MessageType.FORWARD_AUTOGRAD_REQ, target=1) as held:
         with context(), torch.no_grad():

@@ -55,12 +55,14 @@ class Releases:
         self._worker.hooks.peer_lost.append(self.peer_lost)
 
     def release(self, context_id: int, notified_by: int | None = None) -> None:
-        """Forget a context and notify its peers, except the worker that notified this one."""
+        """Forget a context and notify its peers, except the worker that notified this one.
+
+        Also if it is not known yet: the notification may have overtaken the first call of the context.
+        """
         context = self._contexts.get(context_id)
-        if context is None:
-            return
-        context.released = True  # before its peers are read: see Autograd.outgoing
-        self._schedule(context, None, notified_by)
+        if context is not None:
+            context.released = True  # before its peers are read: see Autograd.outgoing
+            self._schedule(context, None, notified_by)
         self._contexts.release(context_id)  # last: a release that was interrupted can be repeated
 
     def release_left(self) -> None:
