@@ -614,6 +614,19 @@ def test_the_worker_that_serves_the_store_leaves_last(town: Town) -> None:
     assert not served.open
 
 
+def test_the_worker_that_serves_the_store_waits_for_no_dead_one_that_joined_meanwhile(town: Town) -> None:
+    served = Served()
+    a, b = town.join("a", served=served), town.join("b")
+    leaving = threading.Thread(target=lambda: a.leave(True, Deadline.after(WAIT)))
+    leaving.start()
+    eventually(lambda: town.store.check(["d/worker/0"]), lambda present: not present)
+    c = town.join("c")
+    b.leave(True, Deadline.after(WAIT))
+    town.kill(c)  # nobody is left to evict it
+    leaving.join(WAIT)
+    assert not served.open
+
+
 def test_the_worker_that_serves_the_store_waits_with_a_limit(town: Town) -> None:
     a, _ = town.join("a", served=Served()), town.join("b")
     eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])

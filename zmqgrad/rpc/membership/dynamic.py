@@ -290,12 +290,16 @@ class DynamicGroup(Group):
         """Wait until no other worker needs the store, which closes with this worker."""
         changed = Bell()
         self._registry.watch(changed.ring)  # ends with the store
+        membership = self.worker.membership
         while True:
-            alive = [n for n in self._registry.ids() if not self._has_died(n)]
+            present, new = self._registry.read(membership.known())
+            for record in new:  # whoever has joined since nobody tells this worker any more
+                membership.learn(record)
+            alive = [n for n in sorted(present) if not self._has_died(n)]
             if not alive:
                 served.refuse_newcomers()
                 return
-            names = ", ".join(self.worker.membership.name_of(n) for n in alive)
+            names = ", ".join(membership.name_of(n) for n in alive)
             if deadline.passed():
                 raise RpcTimeoutError(
                     f"{self.worker.name}, which serves the store, gave up waiting for {names} to leave; "
