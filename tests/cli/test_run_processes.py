@@ -254,6 +254,15 @@ def test_an_output_that_takes_no_more_ends_no_worker(script: Path, tmp_path: Pat
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="stands for a full disk")
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_messages_that_nobody_gets_change_nothing(script: Path, restarts: int) -> None:
+    script.write_text("import os; os._exit(7 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))")
+    with open("/dev/full", "w") as full:
+        command = [*LAUNCHER, "--max-restarts", str(restarts), str(script)]
+        assert subprocess.call(command, stderr=full, timeout=60) == (0 if restarts else 7)
+
+
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [("raise", 1, "exit code 1"), ("exit", 7, "exit code 7"), ("kill", 137, "killed by SIGKILL")],
@@ -483,6 +492,26 @@ def test_closing_the_launchers_output_ends_the_job(script: Path, launch: type[La
     launched.launcher.stdout.close()
     assert launched.launcher.wait(30) == 128 + signal.SIGPIPE
     assert launched.all_gone(ENDS_WITHIN)
+
+
+def test_closing_the_terminal_lets_the_workers_end_in_order(script: Path, tmp_path: Path) -> None:
+    script.write_text(
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n"
+        f"    pathlib.Path({str(tmp_path / 'ended')!r}).touch()\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "while True:\n"
+        "    print('line', flush=True)\n"
+        "    time.sleep(0.01)\n"
+    )
+    ours, theirs = pty.openpty()
+    launcher = subprocess.Popen([*LAUNCHER, script], stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    assert os.read(ours, 1)
+    os.close(ours)
+    assert launcher.wait(60) == 128 + signal.SIGPIPE
+    assert (tmp_path / "ended").exists()
 
 
 def run_in_terminal(*command: object, **environ: str) -> str:

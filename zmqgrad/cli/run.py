@@ -12,6 +12,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zmqgrad import environment
@@ -134,7 +135,7 @@ def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
 def _print_error(*lines: str) -> None:
     """Write to stderr; indented lines continue the previous one."""
     text = "".join(f"{line}\n" if line.startswith(" ") else f"zmqgrad run: {line}\n" for line in lines)
-    try:
+    with suppress(
+        OSError
+    ):  # nobody reads stderr, or its disk is full; the exit code still reports the failure
         write_all(STDERR, text.encode())
-    except BrokenPipeError:
-        pass  # stderr has no reader; the exit code still reports the failure

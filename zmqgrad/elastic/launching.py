@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -100,4 +101,5 @@ def _label(rank: int, fd: int) -> bytes:
 
 
 def _say(text: str) -> None:
-    print(f"zmqgrad: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads stderr, or its disk is full
+        print(f"zmqgrad: {text}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -166,9 +167,10 @@ class Listener:
             return
         try:
             write()
-        except BrokenPipeError:  # as in "| head"
-            self.output_closed = True
         except OSError as e:
+            if e.errno in (errno.EPIPE, errno.EIO):  # as in "| head"; the terminal was closed
+                self.output_closed = True
+                return
             if e.errno not in DISK_FULL:
                 raise
             if not self._has_lost_output:
