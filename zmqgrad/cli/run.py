@@ -135,7 +135,6 @@ def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
 def _print_error(*lines: str) -> None:
     """Write to stderr; indented lines continue the previous one."""
     text = "".join(f"{line}\n" if line.startswith(" ") else f"zmqgrad run: {line}\n" for line in lines)
-    with suppress(
-        OSError
-    ):  # nobody reads stderr, or its disk is full; the exit code still reports the failure
+    # Nobody may read stderr, or its disk is full; the exit code still reports the failure.
+    with suppress(OSError):
         write_all(STDERR, text.encode())

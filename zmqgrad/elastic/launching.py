@@ -61,9 +61,11 @@ class launch:
             OSError: if a worker cannot be started.
         """
         with tempfile.TemporaryDirectory(prefix="zmqgrad-launch-") as directory:
-            return self._run(args, Path(directory))
+            result, report, values = self._run(args, Path(directory))
+        _raise_for(result, report)  # a signal may end this process
+        return values
 
-    def _run(self, args: tuple[Any, ...], directory: Path) -> dict[int, Any]:
+    def _run(self, args: tuple[Any, ...], directory: Path) -> tuple[Result, str, dict[int, Any]]:
         config = self._config
         context = get_context(config.start_method)
         output = OutputConfig(_label, {}, make_log_dir(config.log_dir), config.redirects, config.tee)
@@ -79,8 +81,9 @@ class launch:
             return FunctionWorker(rank, context, (self._fn, args), environ, results[rank], streams)
 
         result, tails = run_job(config, start, environment.inherited(), output, _say, directory=directory)
-        _raise_for(result, "\n".join(job_report(result, lambda rank: Tail(tails(rank).lines))))
-        return {rank: read_result(path) for rank, path in results.items()}
+        report = "\n".join(job_report(result, lambda rank: Tail(tails(rank).lines)))
+        has_failed = result.exit_code != 0
+        return result, report, {} if has_failed else {rank: read_result(p) for rank, p in results.items()}
 
 
 def _raise_for(result: Result, report: str) -> None:

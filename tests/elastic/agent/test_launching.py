@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -177,6 +178,15 @@ def test_ctrl_c() -> None:
     pid, last = text.split()
     assert last == "interrupted"
     assert exits(int(pid))
+
+
+@pytest.mark.processes
+def test_a_signal_that_ends_the_program_leaves_no_files(tmp_path: Path) -> None:
+    program = PROGRAM.format(target="os.getppid()", signum="SIGTERM")
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", program], env=environ, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_start_method() -> None:

@@ -85,9 +85,7 @@ def drain(worker: Worker, is_idle: Callable[[Deadline], bool], deadline: Deadlin
         pending, until = worker.client.pending.all(), deadline.capped(LOG_INTERVAL_SECONDS)
         for call in pending:
             call.promise.wait_done(until.left())
-        worker.replies.queue.wait_completed(
-            until
-        )  # their callbacks may make calls, which are waited for, too
+        worker.replies.queue.wait_completed(until)  # their callbacks may make calls, waited for as well
         idle = is_idle(until)
         still = [call for call in worker.client.pending.all() if call in pending]
         if idle and not still:
