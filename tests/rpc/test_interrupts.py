@@ -27,6 +27,7 @@ from zmqgrad.autograd import backward, context, grad
 from zmqgrad.autograd.context import Context, own_context, pass_context
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.versions import ParameterVersions
+from zmqgrad.elastic import State
 from zmqgrad.errors import ClosedError, GroupError, NotInitializedError, UnknownWorkerError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
@@ -671,6 +672,30 @@ def test_an_interrupt_at_any_moment_leaves_shared_parameters_to_others(
 
     number = 0
     while is_interrupted(number):
+        number += 1
+    assert number > 20
+
+
+def test_an_interrupt_at_any_moment_of_a_commit_lets_the_program_commit_again() -> None:
+    """A commit that was made, but not known to be whole, let all later ones wait until their timeout."""
+    state = State(step=0, weight=torch.zeros(1))
+    state.restore()
+
+    def commit() -> None:
+        state.step += 1
+        state.weight += 1
+        state.commit(timeout=1)
+
+    commit()
+    commit()  # from now on, the memory is there
+    number = 0
+    while interrupted(number, ("zmqgrad.elastic.commits.holder",), commit):
+        commit()
+        commit()
+        expected = state.step
+        state.step, state.weight = 0, torch.zeros(1)
+        assert state.restore(timeout=1)
+        assert (state.step, state.weight.item()) == (expected, expected), number
         number += 1
     assert number > 20
 

@@ -214,6 +214,7 @@ class OwnCommits(Commits):
         shards = min(shards, 1)
         super().commit(number, shards, [(self._own(rank), offset, size) for rank, offset, size in parts])
         self._holder.spread(0, number, shards)
+        self._holder.make_whole(number)  # Ctrl-C may have kept an attempt before from that
 
 
 class AgentCommits(Commits):

@@ -36,12 +36,12 @@ class Segment:
     """
 
     _ids = itertools.count(1)
+    fd = -1
 
     def __init__(self, size: int) -> None:
         self.id = next(self._ids)
         self.size = -(-(size + size // _SPARE_FRACTION + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.users = 0
-        self.fd = -1
         try:
             self.fd, self.map = _new_memory(self.size)
         except OSError as e:
@@ -413,6 +413,11 @@ class Holder:
             round.whole, self._whole = commit.number, commit
             self._drop(lambda part: part.commit < commit)
             self._changed.notify_all()
+
+    def make_whole(self, number: int) -> None:
+        """Commit ``number`` is whole, as this is the only rank. Idempotent."""
+        with self._lock:
+            self.on_whole(self._current().commit(number))
 
     def _drop(self, which: Any) -> None:
         for part in [part for part in self._parts if which(part)]:
