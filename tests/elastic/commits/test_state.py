@@ -309,6 +309,29 @@ def test_an_optimizer_is_cut_along_the_last_dimension(
     assert torch.allclose(found["exp_avg"], torch.tensor([[0.1, 0.1, 0.2, 0.2]] * 2))
 
 
+def test_parts_that_cannot_be_cut_are_an_error_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is no tensor is that of rank 0, also of lists of other lengths."""
+
+    def make(rank: int, size: int) -> State:
+        place(monkeypatch, rank, size)
+        return State(
+            losses=Sharded({"seen": [rank] * (rank + 1), "last": (rank,)}),
+            parts=Sharded({rank: torch.ones(1)}),
+        )
+
+    for rank in range(2):
+        state = make(rank, 2)
+        state.restore()
+        state.commit()
+        state.save(tmp_path)
+    state = make(0, 1)
+    with pytest.raises(CommitError, match=r"'parts' cannot be joined along dimension 0, .*KeyError"):
+        state.restore(tmp_path)
+    assert state.losses == {"seen": [0], "last": (0,)}
+
+
 def test_what_is_restored_can_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that is not filled in place is a leaf, as it was: optimizers take nothing else."""
     for rank in range(2):

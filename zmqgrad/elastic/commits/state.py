@@ -278,7 +278,13 @@ class State:
                 value = cut([part.load(copy=True) for part in parts], place.rank, place.world_size)
             else:
                 whole = [part.load(copy=False) for part in parts]
-                value = codec.cut(whole, cut, place.rank, place.world_size)
+                try:
+                    value = codec.cut(whole, cut, place.rank, place.world_size)
+                except (RuntimeError, ValueError, LookupError, TypeError) as e:
+                    raise CommitError(
+                        f"the parts of {name!r} cannot be joined along dimension {cut}, and cut for another "
+                        f"world size: {e!r}. Pass a function as cut"
+                    ) from e
             self._set(name, own, value)
 
     def _set(self, name: str, own: Any, value: Any) -> None:

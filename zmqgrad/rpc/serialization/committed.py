@@ -149,6 +149,9 @@ def assign(target: Any, value: Any) -> Any:
     return torch.nn.Parameter(new, new.requires_grad) if isinstance(target, torch.nn.Parameter) else new
 
 
+_HOLDS_TENSORS = (torch.Tensor, Mapping, list, tuple)
+
+
 @torch.no_grad()
 def cut(parts: Sequence[Any], dim: int, rank: int, world_size: int) -> Any:
     """The part of ``rank``, if tensors that are in ``parts`` along ``dim`` are cut for ``world_size`` ranks.
@@ -163,7 +166,7 @@ def cut(parts: Sequence[Any], dim: int, rank: int, world_size: int) -> Any:
         return own.clone(memory_format=torch.contiguous_format).requires_grad_(first.requires_grad)
     if isinstance(first, Mapping):
         return {key: cut([part[key] for part in parts], dim, rank, world_size) for key in first}
-    if isinstance(first, (list, tuple)):
+    if isinstance(first, (list, tuple)) and any(isinstance(each, _HOLDS_TENSORS) for each in first):
         cuts = [cut(list(items), dim, rank, world_size) for items in zip(*parts, strict=True)]
         return cuts if isinstance(first, list) else tuple(cuts)
     return first
