@@ -27,7 +27,7 @@ from zmqgrad.autograd import backward, context, grad
 from zmqgrad.autograd.context import Context, own_context, pass_context
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.versions import ParameterVersions
-from zmqgrad.elastic import State
+from zmqgrad.elastic import RendezvousHandler, RendezvousSettings, State, StoreBackend
 from zmqgrad.errors import ClosedError, GroupError, NotInitializedError, UnknownWorkerError
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
@@ -698,6 +698,22 @@ def test_an_interrupt_at_any_moment_of_a_commit_lets_the_program_commit_again() 
         assert (state.step, state.weight.item()) == (expected, expected), number
         number += 1
     assert number > 20
+
+
+def test_an_interrupt_at_any_moment_of_leaving_a_rendezvous_leaves_no_heartbeats() -> None:
+    """A thread renewed the heartbeat of a node that had left, or did so beside the next one."""
+    for end in (RendezvousHandler.leave, RendezvousHandler.close):
+        number, interrupts = 0, True
+        while interrupts:
+            with HashStore() as store:
+                settings = RendezvousSettings("job", 1, 1)
+                handler = RendezvousHandler(settings, StoreBackend(store, "job"), store)
+                handler.next_rendezvous()
+                interrupts = interrupted(number, ("zmqgrad.elastic.handler",), partial(end, handler))
+                handler.close()
+                assert not [each for each in threading.enumerate() if str(handler.node) in each.name], number
+                number += 1
+        assert number > 10
 
 
 def test_an_alarm_at_any_moment_of_received_gradients_ends_the_pass_at_once(pair: list[Worker]) -> None:

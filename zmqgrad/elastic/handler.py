@@ -423,12 +423,13 @@ class RendezvousHandler:
         if self._closed:
             return
         with ExitStack() as steps:  # which go on after one that Ctrl-C has interrupted
-            self._closed = True
-            self.cancel()  # as in shutdown()
+            steps.callback(self._stop_heartbeats)  # if stop() is interrupted
             steps.callback(self._close_backend)
             steps.callback(self._stores.close)
             if leave:
                 steps.callback(self._leave_for_good)
+            self._closed = True
+            self.cancel()  # as in shutdown()
             self.stop()
 
     def __enter__(self) -> RendezvousHandler:
@@ -472,9 +473,11 @@ class RendezvousHandler:
         return is_unused
 
     def _stop_heartbeats(self) -> None:
-        heartbeats, self._heartbeats = self._heartbeats, None
+        heartbeats = self._heartbeats
         if heartbeats is not None:
             heartbeats.stop()
+            if self._heartbeats is heartbeats:  # only now: an interrupt would leave nobody to stop them
+                self._heartbeats = None
 
 
 class _Heartbeats:
