@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,16 @@ from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.autograd.context import MAX_ENDED_PASSES, Contexts
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.errors import AutogradError, PeerLostError, RpcError
+from zmqgrad.errors import AutogradError, PeerLostError, RpcError, TransportError
+from zmqgrad.rpc.core import RETRY_SECONDS
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.hooks import Hooks
 from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.testing.faults import Hold
 from zmqgrad.wire.ids import join_id
-from zmqgrad.wire.messages import MessageType
+from zmqgrad.wire.messages import BackwardAutogradReq, BackwardAutogradResp, Message, MessageType
 
 # Outcomes of calls to workers that are lost only for some are nobody's any more.
 pytestmark = pytest.mark.open_outcomes
@@ -168,6 +171,48 @@ def test_a_pass_ends_when_a_worker_is_lost_whose_gradients_have_not_arrived_with
         thread.join(10.0)
         assert not thread.is_alive()
     assert "worker1 (worker 1) is gone: its process has ended" in str(failed[0])
+
+
+WEIGHT = leaf(3)
+
+
+def weight() -> Tensor:
+    return WEIGHT * 2
+
+
+@pytest.mark.parametrize("fails", ["report", "gradients"])
+def test_a_pass_ends_though_its_report_could_not_be_sent_at_first(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Without a free descriptor, a worker cannot open its connection to the one where the pass began."""
+    clock, failures = ManualClock(), [TransportError("Too many open files")] * 3
+    ended: list[BaseException | None] = []
+
+    def differentiate() -> None:
+        with c2.acting(0), context() as ctx:
+            made = rpc.rpc_sync(1, weight) if fails == "report" else rpc.rpc_sync(1, double, (leaf(3),))
+            monkeypatch.setattr(mailbox, "send", fail_at_first)
+            try:
+                backward(ctx, [made.sum()])
+                ended.append(None)
+            except TransportError as e:
+                ended.append(e)
+
+    with cluster(2, RpcBackendOptions(rpc_timeout=0), clock) as c2:
+        mailbox = c2.workers[1].mailbox
+        send = mailbox.send
+
+        def fail_at_first(peer: int, message: Message, *args: Any, **kwargs: Any) -> None:
+            if failures and isinstance(message, (BackwardAutogradReq, BackwardAutogradResp)):
+                raise failures.pop()
+            send(peer, message, *args, **kwargs)
+
+        thread = threading.Thread(target=differentiate)
+        thread.start()
+        eventually(lambda: [clock.advance(RETRY_SECONDS), ended][1], bool)
+        thread.join()
+    assert not failures
+    assert (ended[0] is None) is (fails == "report")
 
 
 def test_gradients_for_a_worker_that_is_being_shut_down_say_so() -> None:

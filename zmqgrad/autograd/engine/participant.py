@@ -408,6 +408,8 @@ class Participant:
             self._worker.mailbox.send(root, BackwardAutogradResp(handled), pass_id, channel=channel)
         except (RpcError, TransportError) as e:
             logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
+            if type(e) is TransportError:  # such as no free descriptor: the pass would never end
+                self._worker.retry(functools.partial(self.report, root, pass_id, handled))
 
     def describe_error(self, error: BaseException, root: int) -> ExceptionReply:
         """Serialize an error of this worker for the coordinator of a pass."""
