@@ -17,7 +17,7 @@ from tests.support.processes import run_processes
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
 from tools.ports import free_port
 from zmqgrad import rpc
-from zmqgrad.autograd import allreduce_gradients, backward, context, get_gradients
+from zmqgrad.autograd import allreduce_gradients, backward, context, describe_context, get_gradients
 from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.rpc import reply_port
 from zmqgrad.rpc.current import current_worker
@@ -243,7 +243,9 @@ def run_ddp(rank: int, port: int) -> list[float]:
             halves = [fork_gradients(batch, half) for half in (0, 1)]
             for _ in range(2):
                 with context() as context_id:
-                    backward(context_id, [fork_loss(replica, batch, rank)])
+                    loss = fork_loss(replica, batch, rank)
+                    assert "group" in describe_context(context_id)  # which walks over the graph, too
+                    backward(context_id, [loss])
                     gradients = get_gradients(context_id)
                 for p, *both in zip(replica.parameters(), *halves, strict=True):
                     mean = sum(g for g in both if g is not None) / 2

@@ -105,6 +105,7 @@ class GraphTask(Protocol):
     """What torch's functions report as the graph task in which a hook or node runs."""
 
     id: int
+    replicas_due: list[Any]
 
     def reaches(self, node: Any) -> bool:
         """Return whether ``node`` may get a gradient."""
@@ -147,7 +148,8 @@ def _store_steals() -> bool:
 _store: Callable[[str, Any], None] = _store_kept if _store_steals() else _own_store
 
 
-def _graph_task() -> GraphTask | None:
+def graph_task() -> GraphTask | None:
+    """Return the task that the calling thread runs a part of, if any."""
     return _stored(_GRAPH_TASK) if _is_stored(_GRAPH_TASK) else None
 
 
@@ -171,12 +173,12 @@ class as_graph_task:
 
 
 def _graph_task_id() -> int:
-    task = _graph_task()
+    task = graph_task()
     return _own_graph_task_id() if task is None else task.id
 
 
 def _will_execute(node: Any) -> bool:
-    task = _graph_task()
+    task = graph_task()
     if task is None:
         return _own_will_execute(node)
     reached = task.reaches(node)
@@ -206,13 +208,13 @@ class _Engine(type(_own_engine)):  # type: ignore[misc]
         if len(args) > 3 and args[3]:
             for each in _watchers:
                 each(outputs, args[3])
-        if _graph_task() is None:
+        if graph_task() is None:
             return _own_engine.run_backward(outputs, *args, **kwargs)
         with as_graph_task(None):
             return _own_engine.run_backward(outputs, *args, **kwargs)
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        task = _graph_task()
+        task = graph_task()
         if task is None:
             _own_engine.queue_callback(callback)
         else:
@@ -517,7 +519,7 @@ class cut_at:
 
     def __init__(self, is_partial: Callable[[Any], bool]) -> None:
         self.is_partial = is_partial
-        self.task = _graph_task()
+        self.task = graph_task()
         self.retaining: list[torch.Tensor] = []
 
     def __enter__(self) -> None:
@@ -578,7 +580,7 @@ def _if_reached(hook: Callable[..., Any], gradient: torch.Tensor | None) -> Any:
 
 def _except_at(cuts: list[cut_at], hook: Callable[..., Any], gradient: torch.Tensor) -> Any:
     """Run a hook, but not on a sum that is partial because of one of ``cuts``."""
-    task = _graph_task()
+    task = graph_task()
     return None if any(cut.task is task and cut in _cuts for cut in cuts) else hook(gradient)
 
 

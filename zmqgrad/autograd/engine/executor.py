@@ -165,10 +165,9 @@ class LocalPass:
         finally:
             if collects:
                 gc.enable()
-        self._replicas_due: list[Any] = []
         if mode is AccumulateMode.JOINT:
             check_not_sharded(walk.waiting_leaves)
-            self._replicas_due = find_replicas(walk.edges)
+            find_replicas(walk.edges)
         self._starts, self._numbers = walk.starts, walk.numbers
         self._adds_in_order = bool(options.origin) or walk.starts_at_leaves
         self._task = PassTask(self._starts, self._plan)
@@ -457,7 +456,7 @@ class LocalPass:
             if defined:
                 nodes, gradients = [node for node, _ in defined], [gradient for _, gradient in defined]
                 accumulate_by_nodes(
-                    self.context, nodes, gradients, self._replicas_due, self.options.create_graph
+                    self.context, nodes, gradients, self._task.replicas_due, self.options.create_graph
                 )
             complete = [each for each in complete if each[1] is UNDEFINED]
         for node, gradient, also_held in complete:

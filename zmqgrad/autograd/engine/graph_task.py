@@ -39,6 +39,8 @@ class PassTask:
         self._known: tuple[tuple[int, int], set[Any]] | None = None
         self.callbacks: deque[Callable[[], None]] = deque()
         """What is to be called at the end of the pass."""
+        self.replicas_due: list[Any] = []
+        """The DDP replicas that must average once all leaves have their gradients."""
 
     def note_absent(self, entry: int, index: int) -> None:
         """Note that the message for ``entry``, which is about to arrive, has no gradient at this start."""

@@ -23,6 +23,7 @@ from zmqgrad.autograd.graph.hooks import permanent_internal_hook, swapped_grads
 from zmqgrad.autograd.torch_internals import (
     all_reduce,
     fully_sharded_parameters,
+    graph_task,
     mark_postponed,
     postpones_all_reduce,
     replica_of,
@@ -73,36 +74,32 @@ _replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have unused para
 _replicas_lock = threading.Lock()
 
 
-def find_replicas(nodes: Iterable[Any]) -> list[Any]:
+def find_replicas(nodes: Iterable[Any]) -> None:
     """Find the replicas that may have unused parameters among the nodes of a graph, before it runs.
 
-    Returns:
-        A list, to which replicas are added while the graph runs: those that must average once all leaves have
-        their gradients.
+    The pass that runs such a node notes in its graph task that the replica must average once all leaves have
+    their gradients. That may be a later one.
     """
-    due: list[Any] = []
     for node in nodes:
         replica = replica_of(node)
         if replica is not None:
             with _replicas_lock:
                 _replicas.add(replica)
             if postpones_all_reduce(replica):
-                permanent_internal_hook(node.register_prehook, _PostponeAllReduce(replica, due))
-    return due
+                permanent_internal_hook(node.register_prehook, _PostponeAllReduce(replica))
 
 
 class _PostponeAllReduce:
     """A prehook of the node of a static-graph replica: postpones its all-reduce in its first pass."""
 
-    def __init__(self, replica: Any, due: list[Any]) -> None:
+    def __init__(self, replica: Any) -> None:
         self._replica = weakref.ref(replica)
-        self._due = due
 
     def __call__(self, _: Any) -> None:
-        replica = self._replica()
-        if replica is not None and postpones_all_reduce(replica):
+        replica, task = self._replica(), graph_task()
+        if replica is not None and task is not None and postpones_all_reduce(replica):
             mark_postponed(replica)
-            self._due.append(replica)
+            task.replicas_due.append(replica)
 
 
 def accumulate_by_nodes(
