@@ -98,6 +98,12 @@ def work(x: Any) -> Any:
     return x + 1
 
 
+@torch.jit.script
+def compiled(x: torch.Tensor) -> torch.Tensor:
+    """A script function."""
+    return x
+
+
 def test_calls_show_in_the_profiler(pair: Cluster) -> None:
     config = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as p:
@@ -105,12 +111,18 @@ def test_calls_show_in_the_profiler(pair: Cluster) -> None:
         rpc.rpc_async(1, work, args=(1,)).wait()
         rref = rpc.remote(1, list)
         assert rref.rpc_sync().copy() == []
+        assert rref.remote().count(1).to_here() == 0
+        rpc.rpc_sync(1, torch.add, args=(1, 2))
+        rpc.rpc_sync(1, compiled, args=(torch.ones(1),))
     names = [event.name for event in p.events()]
     for wanted in (
         "rpc_sync#work(worker0 -> worker1)",
         "rpc_async#work(worker0 -> worker1)",
         "rpc_remote#list(worker0 -> worker1)",
         "rpc_sync#copy(worker0 -> worker1)",
+        "rpc_remote#count(worker0 -> worker1)",
+        "rpc_sync#aten::add(worker0 -> worker1)",  # this and the next: torch's names
+        f"rpc_sync#{compiled.qualified_name}(worker0 -> worker1)",
     ):
         assert names.count(wanted) == 1, names
     served = [name for name in names if name.startswith("rpc_serve#")]

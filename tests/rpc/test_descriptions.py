@@ -49,6 +49,11 @@ def twice(text: str) -> str:
     return text * 2
 
 
+def same(x: torch.Tensor) -> torch.Tensor:
+    """A function that can be compiled."""
+    return x
+
+
 @pytest.fixture
 def nameless() -> Iterator[Nameless]:
     yield Nameless()
@@ -60,6 +65,7 @@ def test_descriptions() -> None:
     assert describe(twice) == "twice"
     assert describe(str.upper) == "str.upper"
     assert describe(torch.add) == "torch.add"
+    assert describe(torch.jit.script(same)) == "same"
     assert describe(Shy) == "Shy"
     assert describe(Shy().__call__) == "Shy.__call__"
     assert describe(partial(twice, Shy())) == "partial(twice)"  # type: ignore[arg-type]

@@ -98,9 +98,9 @@ def test_legacy_profiler() -> None:
     assert "aten::add" in names
 
 
-def test_is_torch_operator() -> None:
-    assert torch_internals.is_torch_operator(torch.add)
-    assert not torch_internals.is_torch_operator(test_is_torch_operator)
+def test_operator_name() -> None:
+    assert torch_internals.operator_name(torch.add) == "aten::add"
+    assert torch_internals.operator_name(test_operator_name) == ""
 
 
 def test_pyrref_is_the_class_of_torchs_references() -> None:

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.reply_port import ReplyPort
 from zmqgrad.rpc.serialization.naming import TORCH_OPERATOR
+from zmqgrad.rpc.serialization.scripts import scripted_name
 from zmqgrad.runtime.collector import interrupts_library
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
@@ -39,6 +42,8 @@ def describe(description: Description) -> str:
     """
     if type(description) is str:
         return description
+    if isinstance(description, torch.jit.ScriptFunction):
+        return scripted_name(description)[1]
     if type(description) is partial:
         return f"partial({describe(description.func)})"
     try:

@@ -20,7 +20,7 @@ from zmqgrad.errors import OperatorError, RpcError
 from zmqgrad.rpc.calls import describe
 from zmqgrad.rpc.raising import copy_exception
 from zmqgrad.rpc.serialization.scripts import scripted_name
-from zmqgrad.rpc.torch_internals import CppFuture, is_torch_operator
+from zmqgrad.rpc.torch_internals import CppFuture, operator_name
 from zmqgrad.runtime.future import Promise
 
 __all__ = ["async_execution"]
@@ -112,7 +112,7 @@ def check_operator(function: Callable[..., Any], error: TypeError) -> None:
     Raises:
         OperatorError: if it is, in the words of torch's RPC.
     """
-    if is_torch_operator(function):
+    if operator_name(function):
         raise OperatorError(
             f"Overloaded torch operator invoked from Python failed to match any schema: {error}"
         ) from error

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd.profiler import record_function
 
 from zmqgrad.rpc.calls import describe
+from zmqgrad.rpc.torch_internals import operator_name
 from zmqgrad.rpc.torch_internals import profiled_anywhere as profiled_anywhere
 from zmqgrad.rpc.torch_internals import profiled_here as profiled_here
 from zmqgrad.runtime.blocking import thread_state
@@ -37,7 +39,14 @@ def caller_range(how: str, worker: WorkerCore, to: object, what: Any) -> Any:
     if not profiled_here():
         return thread_state.nothing
     callee = worker.membership.find(to).name
-    return record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
+    return record_function(f"rpc_{how}#{_name(what)}({worker.name} -> {callee})")
+
+
+def _name(what: Any) -> str:
+    """The name of a function, as torch's RPC shows it in profiles."""
+    if isinstance(what, torch.jit.ScriptFunction):
+        return str(what.qualified_name)
+    return operator_name(what) or describe(what)
 
 
 def callee_range(worker: WorkerCore, source: int, what: Any, traceparent: str = "") -> Any:

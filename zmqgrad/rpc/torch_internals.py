@@ -86,9 +86,9 @@ def event_tree(events: list[Any], **options: Any) -> EventList:
     return tree
 
 
-def is_torch_operator(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` is an operator that TorchScript knows, such as ``torch.add``."""
-    return torch.jit._builtins._find_builtin(function) is not None  # type: ignore[no-untyped-call]
+def operator_name(function: object) -> str:
+    """The name of an operator that TorchScript knows: ``aten::add`` of ``torch.add``. Empty: it is none."""
+    return torch.jit._builtins._find_builtin(function) or ""  # type: ignore[no-untyped-call]
 
 
 def python_only(function: F) -> F:

@@ -92,7 +92,8 @@ def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -
         owner = rref.handle.owner
         worker.ask(owner, _check_attribute, (rref, seconds, name), timeout)
     content = (rref, rref._worker.resolve_timeout(timeout), name, args, kwargs)
-    return rref._call_there(call_own_method, content, timeout)
+    with caller_range("remote", rref._worker, rref.handle.owner, name):
+        return rref._call_there(call_own_method, content, timeout)
 
 
 def call_method(
