@@ -29,6 +29,7 @@ from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import (
+    NONE_PAYLOAD,
     Call,
     Cancel,
     MessageType,
@@ -239,6 +240,20 @@ def test_only_the_caller_can_cancel_a_call() -> None:
         stage.go_on.set()
         c.workers[0].wait(call)
         assert stage.seen[0][0] is False
+
+
+def test_a_caller_can_cancel_its_call_though_another_has_used_its_number() -> None:
+    with cluster(3, ONE_THREAD) as c:
+        call = c.workers[0].call(1, stop_and_look)
+        assert stage.running.wait(WAIT)
+        c.workers[2].mailbox.send(1, Call("builtins:list", NONE_PAYLOAD), call.message_id)
+        c.network.wait_quiet()
+        c.workers[0].client.cancel(call)
+        c.network.wait_sent(MessageType.CANCEL)
+        c.network.wait_quiet()
+        stage.go_on.set()
+        eventually(lambda: stage.seen)
+        assert stage.seen[0][0] is True
 
 
 def test_the_calls_of_a_dead_caller_are_cancelled(pair: Cluster) -> None:

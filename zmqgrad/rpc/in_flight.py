@@ -53,12 +53,12 @@ class InFlightRequest:
 
 
 class InFlightRequests:
-    """The requests that have arrived and have no reply yet, by message id (which is unique in the group)."""
+    """The requests that have arrived and have no reply yet, by their sender and its message id."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         # Each access is one dictionary operation or iterates over a copy: no lock needed.
-        self._requests: dict[int, InFlightRequest] = {}
+        self._requests: dict[tuple[int, int], InFlightRequest] = {}
         self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)
         self.waiters = 0
@@ -79,13 +79,13 @@ class InFlightRequests:
         deadline = self._clock.now() + seconds if seconds else math.inf
         makes_value = isinstance(message, RemoteCall)
         request = InFlightRequest(envelope.source, envelope.message_id, deadline, self._clock, makes_value)
-        self._requests[envelope.message_id] = request
+        self._requests[envelope.source, envelope.message_id] = request
         return request
 
     def end(self, request: InFlightRequest) -> None:
         """Remove a request that has been replied to."""
         request.ended = True
-        self._requests.pop(request.message_id, None)
+        self._requests.pop((request.source, request.message_id), None)
         if self.waiters:
             self._notify()
 
@@ -104,7 +104,8 @@ class InFlightRequests:
                 return self._ended.wait_for(
                     lambda: (
                         not any(
-                            self._requests.get(r.message_id) is r and not (r.is_deferred and r.cancelled)
+                            self._requests.get((r.source, r.message_id)) is r
+                            and not (r.is_deferred and r.cancelled)
                             for r in requests
                         )
                     ),
@@ -115,8 +116,8 @@ class InFlightRequests:
 
     def cancel(self, source: int, message_id: int) -> None:
         """Cancel a request of ``source``, whose caller no longer waits."""
-        request = self._requests.get(message_id)
-        if request is not None and request.source == source:
+        request = self._requests.get((source, message_id))
+        if request is not None:
             request.cancelled = True
             self._notify()
 

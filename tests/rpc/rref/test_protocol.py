@@ -356,3 +356,13 @@ def test_a_parent_is_told_of_a_child_that_has_lost_the_owner_once_grandchildren_
     assert not user.holds(2)
     assert user.expire(OWNER) == [SendChildAccept(1, VALUE, 2)]
     assert user.expire(OWNER) == []
+
+
+def test_a_child_is_accepted_by_its_holder_or_the_owner_alone() -> None:
+    """Else its parent would be deleted before the owner knows of it."""
+    for holder_or_owner in (3, OWNER):
+        forks = UserForks()
+        forks.create(VALUE, 1, OWNER)
+        forks.fork(1, 2, 3)
+        assert forks.confirm(1) == forks.release(1) == forks.child_accepted(2, 4) == []
+        assert forks.child_accepted(2, holder_or_owner) == [SendDelete(OWNER, VALUE, 1)]

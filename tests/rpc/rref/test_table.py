@@ -31,7 +31,14 @@ from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref import table
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.testing import Cluster, cluster
-from zmqgrad.wire.messages import Message, MessageType
+from zmqgrad.wire.messages import (
+    NONE_PAYLOAD,
+    ExceptionReply,
+    Message,
+    MessageType,
+    RemoteCall,
+    RRefUserDelete,
+)
 
 CONTROL = (
     MessageType.RREF_USER_DELETE,
@@ -526,3 +533,30 @@ def test_a_control_message_that_cannot_be_sent_now_is_sent_later(
 def content_of(reference: Any) -> Any:
     """Runs on a worker that is neither the owner nor the one that has the reference."""
     return reference.rpc_sync().get()
+
+
+# ---- ids of others ----------------------------------------------------------------------------------------
+
+
+def test_a_worker_deletes_no_forks_of_others(trio: Cluster) -> None:
+    """Neither those that are registered, nor those of calls that have not arrived."""
+    intruder, held = trio.workers[2], rpc.remote("worker1", Value, args=(1,))
+    assert held.rpc_sync().get() == 1
+    ours = held.handle
+    forks = ((ours.rref_id, ours.fork_id), (ours.rref_id + 2, ours.fork_id + 2))
+    intruder.wait(intruder.request(1, RRefUserDelete(forks)))
+    assert held.rpc_sync().get() == 1
+    later = rpc.remote("worker1", Value, args=(2,))
+    assert (later.handle.rref_id, later.handle.fork_id) == forks[1]
+    assert later.rpc_sync().get() == 2
+
+
+def test_a_worker_makes_no_value_by_an_id_of_another(trio: Cluster) -> None:
+    intruder, held = trio.workers[2], rpc.remote("worker1", Value, args=(1,))
+    number = held.handle.rref_id + 2
+    reply = intruder.wait(intruder.request(1, RemoteCall("builtins:list", NONE_PAYLOAD, number, 7)))
+    assert isinstance(reply.message, ExceptionReply)
+    assert "whose id is another worker's" in reply.message.text
+    later = rpc.remote("worker1", Value, args=(2,))
+    assert later.handle.rref_id == number
+    assert later.rpc_sync().get() == 2

@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from zmqgrad.wire.ids import split_id
+
 MIN_RECENT_FORKS = 50_000
 """The minimum number of deleted forks that an owner remembers, for late messages about them."""
 
@@ -131,12 +133,19 @@ class OwnerForks:
     def note(self, rref_id: int, fork_id: int, holder: int) -> None:
         """Register fork ``fork_id`` of ``holder``. Idempotent; ignored after its deletion."""
         if fork_id not in self._gone:
-            self._forks.setdefault(rref_id, {})[fork_id] = holder
+            self._forks.setdefault(rref_id, {}).setdefault(fork_id, holder)
 
-    def delete(self, rref_id: int, fork_id: int) -> list[Effect]:
-        """Remove fork ``fork_id``."""
-        self._gone.add(fork_id)
+    def delete(self, rref_id: int, fork_id: int, holder: int | None = None) -> list[Effect]:
+        """Remove fork ``fork_id``.
+
+        Args:
+            holder: who has deleted it: others' forks stay. One that is not registered yet can only be that of
+                the worker that has made its id. None: this worker knows that it does not exist.
+        """
         forks = self._forks.get(rref_id)
+        if holder is not None and (forks or {}).get(fork_id, split_id(fork_id)[0]) != holder:
+            return []
+        self._gone.add(fork_id)
         if forks is None:
             return []
         forks.pop(fork_id, None)
@@ -228,9 +237,17 @@ class UserForks:
         self._forks[parent_fork].children[child_fork] = holder
         self._parents[child_fork] = parent_fork
 
-    def child_accepted(self, child_fork: int) -> list[Effect]:
-        """Note that the owner has registered ``child_fork``, or that it will never exist."""
-        parent = self._forks.get(self._parents.pop(child_fork, -1))
+    def child_accepted(self, child_fork: int, by: int | None = None) -> list[Effect]:
+        """Note that the owner has registered ``child_fork``, or that it will never exist.
+
+        Args:
+            by: who says so: the worker that holds the child, or the owner; others are ignored. None: this
+                worker.
+        """
+        parent = self._forks.get(self._parents.get(child_fork, -1))
+        if parent is not None and by not in (None, parent.owner, parent.children.get(child_fork)):
+            return []
+        self._parents.pop(child_fork, None)
         if parent is None:
             return []
         parent.children.pop(child_fork, None)

@@ -285,13 +285,14 @@ class ReferenceTable:
     def _on_child_accept(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefChildAccept)
-        self._carry_out(self._locked(lambda: self._user.child_accepted(message.fork_id)))
+        source = inbound.envelope.source
+        self._carry_out(self._locked(lambda: self._user.child_accepted(message.fork_id, source)))
         self._acknowledge(inbound)
 
     def _on_user_delete(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefUserDelete)
-        self._carry_out(self._owned.delete(message.forks))
+        self._carry_out(self._owned.delete(message.forks, inbound.envelope.source))
         self._acknowledge(inbound)  # last: it fails if the user was lost meanwhile
 
     def _acknowledge(self, inbound: Inbound) -> None:

@@ -77,8 +77,12 @@ class OwnedValues:
         """The promise of ``rref_id``, which is about to be created for ``holder``.
 
         Raises:
-            RRefError: as :meth:`find`.
+            RRefError: as :meth:`find`, or if another worker has made the id.
         """
+        if split_id(rref_id)[0] != holder:
+            raise RRefError(
+                f"worker {holder} has value {show_id(rref_id)} made, whose id is another worker's"
+            )
         with self._lock:
             promise = self._find(rref_id)
             if promise is None:
@@ -134,12 +138,12 @@ class OwnedValues:
                 if self._forks.knows(rref_id) and rref_id not in self._values:
                     self._await(rref_id)
 
-    def delete(self, forks: Iterable[tuple[int, int]]) -> list[Effect]:
-        """Remove ``forks``, given as (rref id, fork id)."""
+    def delete(self, forks: Iterable[tuple[int, int]], holder: int | None = None) -> list[Effect]:
+        """Remove ``forks`` of ``holder`` (None: of any), given as (rref id, fork id)."""
         effects: list[Effect] = []
         with self._lock:
             for rref_id, fork_id in forks:
-                effects += self._forks.delete(rref_id, fork_id)
+                effects += self._forks.delete(rref_id, fork_id, holder)
         return effects
 
     def drop(self, rref_id: int) -> Promise[Any] | None:
