@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from zmqgrad import autograd, rpc
+from zmqgrad.autograd.engine.termination import ROOTS
+from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.graph.validation import fit, matches
 from zmqgrad.autograd.send_recv import EdgeOrLeaf, edge_of
 from zmqgrad.errors import AutogradError
 from zmqgrad.testing import cluster
+from zmqgrad.wire.lazy_frame import Frame
+from zmqgrad.wire.messages import BackwardAutogradReq, MessageType, PassOptions
+from zmqgrad.wire.tensors import encode_tensors
 
 
 class Returns(torch.autograd.Function):
@@ -147,3 +152,22 @@ def test_an_invalid_gradient_names_worker_message_and_tensor() -> None:
     assert "got [2, 3] but expected shape compatible with [4]" in text
     assert "tensor 1 of the 2 that worker 0 sent to it in message" in text
     assert "test_validation.py" in text, "where the program made the call"
+
+
+def test_gradients_count_only_if_they_come_from_the_worker_that_got_the_tensors() -> None:
+    with cluster(3) as c, autograd.context() as context:
+        x = torch.ones(3, requires_grad=True)
+        y = rpc.rpc_sync("worker1", torch.mul, args=(x, x))
+        sends = autograd_of(c.workers[1]).contexts.find(context).sends(0)
+        frames: list[Frame] = []
+        wrong = encode_tensors([torch.full((3,), 100.0)], frames)
+        intruder = c.workers[2]
+        for count, number in enumerate([ROOTS, *(send.autograd_id for send in sends)], 1):
+            message = BackwardAutogradReq(
+                context, intruder.ids.next(), 2, ((number, (0,)),), wrong, PassOptions(retain_graph=True)
+            )
+            intruder.mailbox.send(1, message, intruder.ids.next(), frames)
+            c.network.wait_sent(MessageType.BACKWARD_AUTOGRAD_RESP, count)
+        c.network.wait_quiet()
+        autograd.backward(context, [y.sum()])
+        assert autograd.get_gradients(context)[x].tolist() == [2.0, 2.0, 2.0]

@@ -237,18 +237,23 @@ class LocalPass:
         """Enter at the roots. Runs the groups that become ready in the calling thread."""
         self._enter([(ROOTS, gradients)], sink)
 
-    def check(self, arrivals: Sequence[Arrival]) -> None:
-        """Check that gradients belong to sends of this pass.
+    def check(self, arrivals: Sequence[Arrival], source: int) -> None:
+        """Check that gradients, which worker ``source`` has sent, belong to sends of this pass.
 
         Raises:
-            AutogradError: if there is no such send, or the number of gradients is wrong.
+            AutogradError: if there is no such send to that worker, or the number of gradients is wrong.
         """
         for autograd_id, gradients in arrivals:
-            entry = self._entry_of.get(autograd_id)
-            if entry is None:
+            entry = self._entry_of.get(autograd_id, ROOTS)
+            if entry == ROOTS:
                 raise AutogradError(
                     f"context {show_id(self.context.id)} has no send {show_id(autograd_id)} on worker "
                     f"{self._worker}: gradients came for tensors that were never sent"
+                )
+            if self._sends[entry - 1].peer != source:
+                raise AutogradError(
+                    f"gradients for send {show_id(autograd_id)} came from worker {source}, which has not got "
+                    f"its tensors"
                 )
             if len(gradients) != len(self._starts[entry]):
                 raise AutogradError(

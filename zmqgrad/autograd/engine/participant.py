@@ -229,7 +229,7 @@ class Participant:
                 tensors = decode(message, inbound.frames, context, source)
             arrivals = unpack(message.sends, tensors)
             local_pass = self._local_pass(context, message.pass_id, message.options)
-            local_pass.check(arrivals)
+            local_pass.check(arrivals, source)
             consumes = local_pass.queue.add(arrivals, arrived)
         except Exception as e:
             self._report_rejected(message.root, message.pass_id, [send for send, _ in message.sends], e)
