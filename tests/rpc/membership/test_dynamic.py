@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -161,6 +161,26 @@ def test_two_workers_of_one_name_are_refused_while_the_older_lives(town: Town) -
     town.kill(first)
     third = town.join("a")
     assert [i.id for i in (r.info for r in third.worker.membership.all())] == [2]
+
+
+def test_ctrl_c_ends_a_join_though_the_store_does_not_reply_any_more(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = town.make("a")
+    timeouts: list[float] = []
+
+    def ask(*args: object) -> NoReturn:
+        timeouts.append(group.store.timeout.total_seconds())
+        raise StoreTimeoutError("no store answered")
+
+    def interrupt(*args: object) -> NoReturn:
+        monkeypatch.setattr(group.store, "compare_set", ask)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(group.store, "watch_prefix", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        group.join(Deadline.after(WAIT))
+    assert max(timeouts) <= 1.0, "not as long as others may take to join"
 
 
 def test_many_workers_join_at_once(town: Town) -> None:

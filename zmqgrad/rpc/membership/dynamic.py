@@ -85,7 +85,7 @@ class DynamicGroup(Group):
             self._refresh()
             self.store.set_timeout(STORE_TIMEOUT_SECONDS)
         except BaseException:
-            self._withdraw(LEFT)
+            self._finish_at_once(Deadline.after(1.0))  # the store may not reply any more
             raise
 
     # ---- following joins and losses ---------------------------------------------------------------------
