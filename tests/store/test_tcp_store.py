@@ -6,9 +6,12 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,7 @@ from tests.support.waiting import eventually
 from tools.ports import free_port
 from zmqgrad.errors import AddressInUseError, ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC
-from zmqgrad.store import HashStore, TCPStore, connection, finalizer
+from zmqgrad.store import HashStore, Store, TCPStore, connection, finalizer
 from zmqgrad.store.addresses import connecting_address, listening_address
 
 PATIENCE = 20.0
@@ -99,6 +102,37 @@ def test_workers_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -
     ):
         TCPStore("127.0.0.1", 0, 3, True, timedelta(milliseconds=50))
     TCPStore("127.0.0.1", 0, 3, True, PATIENCE, wait_for_workers=False).close()
+
+
+def test_a_pop_gets_its_item_though_calls_of_other_threads_return_meanwhile(master: TCPStore) -> None:
+    """The item is acknowledged by the channel that has popped it, not by one that has just become idle."""
+    others = [threading.Thread(target=master.get, args=(f"k{n}",)) for n in range(9)]
+    for thread in others:
+        thread.start()
+    eventually(lambda: master.statistics()["parked"], lambda parked: parked == len(others))
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        return between_lines if frame.f_code is Store.queue_pop.__code__ else None
+
+    def between_lines(frame: FrameType, event: str, argument: object) -> None:
+        if event == "line" and others:
+            finish()
+
+    def finish() -> None:
+        client.set(f"k{len(others) - 1}", "")
+        others.pop().join(PATIENCE)
+
+    before = sys.gettrace()
+    with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
+        client.queue_push("q", "item")
+        sys.settrace(trace)
+        try:
+            assert master.queue_pop("q", block=False) == b"item"
+        finally:
+            sys.settrace(before)
+        assert master.queue_len("q") == 0
+        while others:
+            finish()
 
 
 @pytest.mark.slow

@@ -52,7 +52,6 @@ from zmqgrad.wire.messages import (
     StoreMultiGet,
     StoreMultiSet,
     StoreNumber,
-    StoreQueueAck,
     StoreQueueLen,
     StoreQueuePop,
     StoreQueuePush,
@@ -201,11 +200,9 @@ class Store(ABC):
         seconds, deadline = self._timeout, Deadline.after(self._timeout)
         while True:
             reply = self._request(query, seconds)
-            if type(reply) is StoreValue:
+            if isinstance(reply, StoreValue | StoreItem):
                 return reply.value
-            item = self._checked(reply, StoreItem)
-            if self._number(StoreQueueAck(item.item)):
-                return item.value
+            self._checked(reply, StoreNumber)
             seconds = deadline.left()  # acknowledged too late: the item has returned to the queue
 
     def queue_len(self, key: str) -> int:

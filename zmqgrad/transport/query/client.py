@@ -23,7 +23,7 @@ from zmqgrad.transport.query.dealer import ServerInfo
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import Message
+from zmqgrad.wire.messages import Message, StoreItem, StoreNumber, StoreQueueAck
 
 MAX_IDLE = 8
 """How many idle channels a client keeps."""
@@ -71,6 +71,9 @@ class QueryClient:
     def request(self, message: Message, seconds: float) -> Message:
         """Sends ``message`` and returns the reply. Ctrl-C abandons the query.
 
+        An item of a queue is acknowledged before it is returned, by the channel that has popped it: any other
+        query there would return the item to its queue. If that is too late, returns a ``StoreNumber`` of 0.
+
         Raises:
             TimeoutError: if there is no reply within ``seconds``; the text names the last problem.
             ClosedError: if the client is or was closed, or belongs to the parent of a forked process.
@@ -82,18 +85,25 @@ class QueryClient:
             channel = self._idle.pop()  # empty once the client is closed, and in a forked child
         except IndexError:
             channel = self._new_channel()
+        item: StoreItem | None = None
         try:
-            if self.tracer is not None:
-                envelope = (message.TYPE, 0, channel.id, channel.last_request_id + 1, 0, 0, 0, 0)
-                self.tracer.tap(True, channel.id, envelope, message, 0, monotonic_ns())
-            if not blocking.used_by_a_pool or blocking.thread_state.pool is None:
-                reply = channel.request(message, seconds)
-            else:
-                with blocking.thread_state.pool.blocked():
+            while True:
+                if self.tracer is not None:
+                    envelope = (message.TYPE, 0, channel.id, channel.last_request_id + 1, 0, 0, 0, 0)
+                    self.tracer.tap(True, channel.id, envelope, message, 0, monotonic_ns())
+                if not blocking.used_by_a_pool or blocking.thread_state.pool is None:
                     reply = channel.request(message, seconds)
-            if self.tracer is not None:
-                arrived = Envelope(reply.TYPE, 0, channel.id, channel.last_request_id)
-                self.tracer.tap(False, channel.id, arrived, reply, 0, monotonic_ns())
+                else:
+                    with blocking.thread_state.pool.blocked():
+                        reply = channel.request(message, seconds)
+                if self.tracer is not None:
+                    arrived = Envelope(reply.TYPE, 0, channel.id, channel.last_request_id)
+                    self.tracer.tap(False, channel.id, arrived, reply, 0, monotonic_ns())
+                if type(reply) is not StoreItem:
+                    break
+                item, message = reply, StoreQueueAck(reply.item)
+            if item is not None and type(reply) is StoreNumber and reply.number:
+                reply = item
             has_room = len(self._idle) < MAX_IDLE
         except BaseException:
             channel.close()
