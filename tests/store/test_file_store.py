@@ -289,6 +289,26 @@ def test_the_lock_of_a_process_that_stands_still_costs_the_timeout(store: FileSt
     assert store.get("k") == b"1"
 
 
+def test_a_pop_of_an_empty_queue_waits_for_a_change(store: FileStore) -> None:
+    """What it does itself to look at the queue is none."""
+    waits, popped = threading.Event(), SimpleQueue[bytes]()
+
+    def note_wait(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code is threading.Condition.wait.__code__:
+            waits.set()
+
+    def pop() -> None:
+        sys.setprofile(note_wait)
+        popped.put(store.queue_pop("q"))
+
+    waiter = threading.Thread(target=pop, daemon=True)
+    waiter.start()
+    assert waits.wait(PATIENCE)
+    store.queue_push("q", "item")
+    assert popped.get(timeout=PATIENCE) == b"item"
+    waiter.join(PATIENCE)
+
+
 def test_a_transaction_that_is_interrupted_leaves_nothing_behind(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

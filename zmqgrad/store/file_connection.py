@@ -63,7 +63,6 @@ class FileConnection:
         self._world_size = world_size
         self.lock = threading.RLock()  # guards all that follows; held during each transaction
         self._changed = threading.Condition(self.lock)
-        self._commits = 0
         self._closed = False
         self._disowned = False
         self._removed = False
@@ -172,7 +171,6 @@ class FileConnection:
                     if self._db.in_transaction:
                         self._retry_while_locked(lambda: self._db.execute("COMMIT"), deadline)
                     if write:
-                        self._commits += 1
                         self._changed.notify_all()
                     return result
                 except BaseException:
@@ -226,7 +224,7 @@ class FileConnection:
                 if not is_busy(e):
                     raise self._explained(e) from e
                 others = -1  # another connection is writing: check again soon
-            return self._commits, others
+            return self._db.total_changes, others
 
     def _wait_changed(self, seen: tuple[int, int], deadline: Deadline) -> None:
         """Wait until :meth:`_version` differs from ``seen``, or ``deadline`` has passed."""
