@@ -309,6 +309,33 @@ def test_a_pop_of_an_empty_queue_waits_for_a_change(store: FileStore) -> None:
     waiter.join(PATIENCE)
 
 
+def test_a_write_that_waits_for_a_reader_holds_up_no_other_call(store: FileStore, path: str) -> None:
+    """The reader has begun, and stands still; other threads read as it does."""
+    store.set("k", "1")
+    reader, newcomer = (sqlite3.connect(path, isolation_level=None, timeout=0) for _ in range(2))
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM keys").fetchall()
+    writer = threading.Thread(target=store.set, args=("k", "2"), daemon=True)
+    writer.start()
+
+    def is_refused() -> bool:
+        """As SQLite lets nobody begin to read while a writer waits for those who read."""
+        try:
+            newcomer.execute("SELECT * FROM keys").fetchall()
+        except sqlite3.OperationalError:
+            return True
+        return False
+
+    eventually(is_refused)
+    assert store.get("k") == b"1"
+    assert writer.is_alive(), "before its time was over"
+    reader.execute("COMMIT")
+    writer.join(PATIENCE)
+    assert store.get("k") == b"2"
+    reader.close()
+    newcomer.close()
+
+
 def test_a_transaction_that_is_interrupted_leaves_nothing_behind(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

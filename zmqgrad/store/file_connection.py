@@ -169,7 +169,7 @@ class FileConnection:
                     self._begin(write=write)
                     result = work(self._contents)
                     if self._db.in_transaction:
-                        self._retry_while_locked(lambda: self._db.execute("COMMIT"), deadline)
+                        self._db.execute("COMMIT")
                     if write:
                         self._changed.notify_all()
                     return result
