@@ -9,6 +9,7 @@ import stat
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -352,3 +353,32 @@ def test_each_begin_and_end_is_written_once_while_flushes_compete(tmp_path: Path
                 assert running.pop((event.peer, event.message_id)) <= event.time
                 finished += 1
     assert (running, finished) == ({}, 8000)
+
+
+def test_the_last_writer_and_the_next_one_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "FLUSH_SECONDS", 3600.0)
+    recorder, entered, both = Recorder(tmp_path), threading.Event(), threading.Barrier(2)
+    take, found = recorder.take, list[bool]()
+
+    def meet() -> list[tuple[Any, ...]]:
+        entered.set()
+        try:
+            both.wait(0.5)
+            found.append(True)
+        except threading.BrokenBarrierError:  # nobody else takes events at the same time
+            found.append(False)
+        return take()
+
+    monkeypatch.setattr(recorder, "take", meet)
+    first = recorder.attach(Identity(tap.STORE_CLIENT, ""))
+    closing = threading.Thread(target=first.close)
+    closing.start()
+    assert entered.wait(10)
+    second = recorder.attach(Identity(tap.STORE_CLIENT, ""))  # has a writer of its own
+    recorder.flush()
+    closing.join()
+    second.close()
+    recorder.close()
+    assert found
+    assert not any(found)
+    assert [actor.stopped is not None for actor in Job(tmp_path).actors()] == [True, True]

@@ -88,6 +88,7 @@ class Recorder:
         self._next_stacks = 0
         self._actors = itertools.count(1)
         self._numbers = itertools.count(1)
+        self.writing = threading.Lock()  # held by the writer that takes events and writes them: one at a time
         self._lock = threading.Lock()  # guards the rest
         self._open = 0  # actors that are not closed
         self._memory: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()

@@ -41,7 +41,7 @@ class Writer:
         self._fd = -1
         self._sampled = 0
         self._usages: dict[int, Usage] = {}
-        self._lock = threading.Lock()  # guards the file
+        self._lock = recorder.writing  # also of the writer before this one, which may still write the rest
         self._requests = stacks.Requests(recorder.directory)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
