@@ -21,7 +21,14 @@ from zmqgrad.store import TCPStore
 from zmqgrad.trace import Job, launch_environment, record
 from zmqgrad.trace import tracer as tracing
 from zmqgrad.trace import writer as writing
-from zmqgrad.trace.events import Dropped, RequestFinished, RequestStarted, WaitBegun, WaitEnded
+from zmqgrad.trace.events import (
+    ContextCreated,
+    Dropped,
+    RequestFinished,
+    RequestStarted,
+    WaitBegun,
+    WaitEnded,
+)
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.recorder import Recorder, start_from_environment
 from zmqgrad.trace.tracer import show_arguments
@@ -382,3 +389,15 @@ def test_the_last_writer_and_the_next_one_take_turns(tmp_path: Path, monkeypatch
     assert found
     assert not any(found)
     assert [actor.stopped is not None for actor in Job(tmp_path).actors()] == [True, True]
+
+
+def test_what_ends_after_the_recorder_was_closed_is_in_the_log(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    tracers = [recorder.attach(Identity(tap.WORKER, f"w{rank}", rank, 5, "job")) for rank in range(2)]
+    recorder.close()  # as at the end of the interpreter, before what the program registered first
+    for tracer in tracers:
+        tracer.context_created(7)
+        tracer.close()
+    job = Job(tmp_path)
+    assert [process.has_end for process in job.processes] == [True]
+    assert sum(isinstance(stamped.event, ContextCreated) for stamped in job.events()) == 2

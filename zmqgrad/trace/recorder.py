@@ -126,14 +126,17 @@ class Recorder:
         return Tracer(self, actor, identity)
 
     def detach(self, actor: int) -> None:
-        """Records the end of ``actor``; the last one ends the writer, so that no thread is left."""
+        """Records the end of ``actor``; the last one ends the writer, so that no thread is left.
+
+        After :meth:`close`, the writer that has ended writes it: a program may shut down even later at exit.
+        """
         self.measures.pop(actor, None)
         self.queue.append((tag_of(events.ActorStopped), now(), actor))
         with self._lock:
             self._open -= 1
             writer = None
-            if not self._open:
-                writer, self._writer = self._writer, None
+            if not self._open or self._writer is None:
+                writer, self._writer = self._writer or self._ending, None
                 self._ending = writer
         if writer is not None:
             writer.close()
@@ -142,8 +145,9 @@ class Recorder:
         """Writes what is queued and ends the writer. Idempotent."""
         with self._lock:
             writer, self._writer = self._writer, None
+            before, self._ending = self._ending, writer or self._ending
         # A thread that closes the last actor may be cut short by the end of the process.
-        for one in (self._ending, writer):
+        for one in (before, writer):
             if one is not None:
                 one.close()
 
