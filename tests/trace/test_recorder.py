@@ -24,6 +24,7 @@ from zmqgrad.trace import writer as writing
 from zmqgrad.trace.events import (
     ContextCreated,
     Dropped,
+    Published,
     RequestFinished,
     RequestStarted,
     WaitBegun,
@@ -401,3 +402,16 @@ def test_what_ends_after_the_recorder_was_closed_is_in_the_log(tmp_path: Path) -
     job = Job(tmp_path)
     assert [process.has_end for process in job.processes] == [True]
     assert sum(isinstance(stamped.event, ContextCreated) for stamped in job.events()) == 2
+
+
+def test_names_of_a_type_derived_from_str_are_recorded(tmp_path: Path) -> None:
+    class Name(str):
+        __slots__ = ()
+
+    with record(tmp_path) as recorder:
+        tracer = recorder.attach(Identity(tap.WORKER, Name("w0"), 0, 5, "job"))
+        tracer.published(0, Name("weights"), 1, 8)
+        tracer.published(0, Name("\udc80"), 2, 8)  # no text
+        tracer.close()
+    published = [e.event.name for e in Job(tmp_path).events() if isinstance(e.event, Published)]
+    assert published == ["weights", "\\udc80"]

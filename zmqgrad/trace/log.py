@@ -15,6 +15,7 @@ at the end; the reader stops before it.
 
 from __future__ import annotations
 
+import operator
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,13 @@ MAX_RECORD_BYTES = 64 << 20
 _PREFIX = struct.Struct("!8sI")
 _SIZE = struct.Struct("!I")
 
-_encode = msgspec.msgpack.Encoder().encode
+
+def _plain(value: object) -> object:
+    """A value of a class derived from ``str`` (``numpy.str_``) or ``int``, as that."""
+    return str.__str__(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 _decode_info = msgspec.msgpack.Decoder(ProcessInfo).decode
 _decode_packed = msgspec.msgpack.Decoder(list[decoded()]).decode  # type: ignore[misc]
 
@@ -67,7 +74,7 @@ def encode(value: object) -> bytes:
     try:
         return _encode(value)
     except UnicodeEncodeError:
-        return _encode(_escaped(msgspec.to_builtins(value)))
+        return _encode(_escaped(msgspec.to_builtins(value, enc_hook=_plain)))
 
 
 def _escaped(value: Any) -> Any:
