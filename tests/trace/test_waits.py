@@ -168,6 +168,22 @@ def test_each_stage_of_a_request_is_told(tmp_path: Path) -> None:
     assert told[6] == "w1 has run it for 998.0 ms, in thread main; its reply came 2.0 s too late"
 
 
+@pytest.mark.parametrize("until", [None, 20 * SECOND])
+def test_threads_that_wait_for_one_future_wait_for_the_same_request(
+    tmp_path: Path, until: int | None
+) -> None:
+    a, b = workers(tmp_path, 2)
+    a.rows.append((tag_of(events.ThreadDeclared), 0, 2, "other", 8))
+    waits_for(a, b, 1, SECOND, until)
+    a.rows.append((tag_of(events.WaitBegun), 2 * SECOND, 2, 1, 1, 1))
+    finish(a, b)
+    waits = find_waits(Job(tmp_path), 30 * SECOND)
+    assert sorted(wait.thread for wait in waits.stuck()) == [1, 2]
+    for wait in waits.stuck():
+        assert wait.function == "m:f"
+        assert "w1 has run it for" in locate(wait, waits)
+
+
 def test_a_peer_without_a_log_is_told(tmp_path: Path) -> None:
     a, b = workers(tmp_path, 2)
     waits_for(a, b, 1, SECOND)

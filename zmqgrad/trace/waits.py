@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
@@ -133,9 +133,12 @@ def find_waits(job: Job, now: int | None = None, reader: Reader | None = None) -
         now = int(job.cut)
     if now is not None:
         found.now = max(found.now, now)
-    waiting = {(w.waiter, w.message_id): w for w in found.stuck()}
-    ended = {(w.waiter, w.message_id): w for w in found.ended}
+    waiting: defaultdict[tuple[Actor, int], list[Wait]] = defaultdict(list)  # threads may share a future
+    for wait in found.stuck():
+        waiting[wait.waiter, wait.message_id].append(wait)
     contexts = {found.passes[each] for each in waiting.keys() & found.passes.keys()}
+    for wait in found.ended:
+        waiting[wait.waiter, wait.message_id].append(wait)
     pending: deque[Call] = deque(maxlen=MAX_STUCK)
     backward: deque[Call] = deque(maxlen=MAX_STUCK)
     answered: set[int] = set()
@@ -147,20 +150,17 @@ def find_waits(job: Job, now: int | None = None, reader: Reader | None = None) -
                 backward.append(call)
             continue
         source = request.source
-        wait = None
-        if source is not None:
-            key = (source, request.message_id)
-            wait = waiting.get(key) or ended.get(key)
-            if wait is not None:
-                wait.call, wait.target = call, request.target
+        waits = waiting.get((source, request.message_id), ()) if source is not None else ()
+        for wait in waits:
+            wait.call, wait.target = call, request.target
         if may_be_answered(call, job):
-            answered.add(id(wait))
-        elif (wait is None or wait.until is not None) and _may_miss_reply(call, job):
+            answered.update(map(id, waits))
+        elif all(wait.until is not None for wait in waits) and _may_miss_reply(call, job):
             continue
         elif not call.is_complete and request.sent is not None and request.kind not in ONE_WAY | REPEATED:
             if call.given_up is None:
                 pending.append(call)
-            if wait is None and source is not None:
+            if not waits and source is not None:
                 wait = _open_call(source, call)
                 (found.failed if wait.failed else found.open).append(wait)
     found.open_calls = [*pending, *backward]
