@@ -15,11 +15,12 @@ import pytest
 
 from tests.trace.test_job import CALL, SECOND, call, two
 from zmqgrad.__main__ import main
-from zmqgrad.cli.trace_top import fitting
+from zmqgrad.cli.trace_output import MIN_NAME_WIDTH
+from zmqgrad.cli.trace_top import fitting, text_of
 from zmqgrad.trace import events
 from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.follow import Follower
-from zmqgrad.trace.load import Load, Snapshot
+from zmqgrad.trace.load import Load, Rate, Snapshot, WorkerLoad
 
 
 def load_of(directory: Path) -> Load:
@@ -108,6 +109,19 @@ def test_columns_that_do_not_fit_are_left_out_from_the_end() -> None:
         3,
     ]
     assert fitting(("x", "y"), [], 99) == 2
+
+
+@pytest.mark.parametrize("width", [10, 40, 80])
+def test_long_names_leave_room_for_the_numbers(width: int) -> None:
+    name = "trainer-" + "x" * 90
+    worker = WorkerLoad(name, 77, 1, 1, 1, 0, 31, 1, 5, 0, 4, 0, 4, 0, 0, 0)
+    pair = Rate(f"{name} > {name}", 42, 1, 1, 1, 1)
+    lines = list(text_of(Snapshot(0, 1.0, [], [pair], [worker]), 0, "messages", width, 40))[1:]
+    shown = [line.split() for line in lines if line.startswith("trainer-")]
+    assert [len(words) > 1 for words in shown] == [width > 10] * 2
+    if width > 10:
+        assert [words[1] for words in shown] == ["31", "42"]  # queued; messages per second
+    assert max(map(len, lines)) <= max(width, MIN_NAME_WIDTH)
 
 
 def test_a_job_that_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

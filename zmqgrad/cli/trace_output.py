@@ -266,6 +266,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: float) -
             left = width - longest
         blocks[-1].append(cells)
         left -= needed
-    for i, block in enumerate(blocks):
+    for i, block in enumerate(blocks or [list[Sequence[str]]([shown])]):
         yield from [""] * (i > 0)
         yield from ("  ".join(line).rstrip() for line in zip(*block, strict=True))

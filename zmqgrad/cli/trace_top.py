@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from zmqgrad.cli.trace_live import polls
 from zmqgrad.cli.trace_output import (
+    MIN_NAME_WIDTH,
     add_view_arguments,
     clock_text,
     directory_of,
@@ -156,6 +157,11 @@ def _cells(
 
 
 def fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], width: float) -> int:
-    """How many of the columns, with a space at each side, fit into ``width``; the first always does."""
-    widths = itertools.accumulate(2 + max(map(len, cells)) for cells in zip(columns, *rows, strict=True))
-    return max(1, sum(each <= width for each in widths))
+    """How many of the columns, with a space at each side, fit into ``width``; the first always does.
+
+    If its names take more than half of it, they are counted as half: the table cuts them.
+    """
+    widths = [2 + max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    if sum(widths) > width:
+        widths[0] = min(widths[0], 2 + max(MIN_NAME_WIDTH, int(width) // 2))
+    return max(1, sum(each <= width for each in itertools.accumulate(widths)))
