@@ -193,6 +193,16 @@ def test_contexts_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "a directory comes first" in capsys.readouterr().err
 
 
+def test_a_context_in_which_nothing_was_sent_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = Writer(tmp_path, 0, clock="boot")
+    a.add(events.ContextCreated, SECOND, 7)
+    a.write()
+    assert run(tmp_path, "--context") == 0
+    assert "autograd context 0.7: 1 workers, 0 sends" in capsys.readouterr().out
+
+
 def test_a_job_without_contexts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Writer(tmp_path, 0, clock="boot").write()
     assert run(tmp_path, "--context") == 1

@@ -13,9 +13,8 @@ _TIME_WIDTH = 11
 
 def as_text(diagram: Diagram, width: int = 110) -> Iterator[str]:
     """Yields lines: the time since the first step, and arrows between the lanes, which are ``width`` wide."""
-    gap = max(
-        _LEAST_GAP, max(map(len, diagram.lanes)) + 2, (width - _TIME_WIDTH) // max(1, len(diagram.lanes))
-    )
+    longest = max(map(len, diagram.lanes), default=0)
+    gap = max(_LEAST_GAP, longest + 2, (width - _TIME_WIDTH) // max(1, len(diagram.lanes)))
     middles = {lane: _TIME_WIDTH + gap // 2 + i * gap for i, lane in enumerate(diagram.lanes)}
     yield diagram.title
     yield _overlay("", [(middles[lane] - len(lane) // 2, lane) for lane in diagram.lanes])
