@@ -12,6 +12,7 @@ from tests.trace.test_waits import finish, waits_for, workers
 from zmqgrad.__main__ import main
 from zmqgrad.trace import Job
 from zmqgrad.trace.events import ActorStarted, MessageSent, RendezvousStep, Role, tag_of
+from zmqgrad.trace.follow import Follower
 from zmqgrad.trace.sequence import call_diagram
 from zmqgrad.trace.tail import Filter, recorded
 from zmqgrad.wire.ids import join_id, parse_id, show_id
@@ -112,6 +113,20 @@ def test_a_log_or_a_directory_above_is_explained(tmp_path: Path, capsys: pytest.
     assert f"is a file: pass the directory of the logs, {below}" in capsys.readouterr().err
     assert run("stats", tmp_path) == 1
     assert f"but below it: pass {below}" in capsys.readouterr().err
+
+
+def test_a_log_that_was_removed_ends_no_view(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = two(tmp_path, 3, skew=0, clock="boot")
+    with Follower(tmp_path) as follower:  # of another host
+        follower.poll()
+        assert follower.is_recording()
+        a.path.unlink()
+        b.path.rename(tmp_path / "kept")
+        assert not follower.is_recording()
+    (tmp_path / "kept").rename(b.path)
+    a.path.symlink_to(tmp_path / "kept")
+    assert run("stats", tmp_path) == 0
+    assert f"left out: cannot open the trace log {a.path}" in capsys.readouterr().err
 
 
 def test_a_list_of_no_contexts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

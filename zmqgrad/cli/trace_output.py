@@ -197,7 +197,7 @@ class Progress:
     """Notes how far the logs of ``directory`` are read, if that takes long. Views may need several passes."""
 
     def __init__(self, directory: str) -> None:
-        self._total = sum(path.stat().st_size for path in find_logs(directory))
+        self._total = max(1, sum(map(_size_of, find_logs(directory))))
         self._read = 0
         self._noted = monotonic_ns()
 
@@ -209,6 +209,13 @@ class Progress:
             self._noted = now
             number, rest = divmod(self._read, self._total)
             note(f"reading {size(self._total)} of logs, pass {number + 1}: {rest / self._total:.0%}")
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # it was removed, or is a link to nothing: who opens it is told
+        return 0
 
 
 def note(text: str) -> None:

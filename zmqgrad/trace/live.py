@@ -14,7 +14,7 @@ from zmqgrad.runtime.clock import Clock, wall_ns
 from zmqgrad.trace.declarations import survey
 from zmqgrad.trace.events import StackDumped
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.log import LogReader
+from zmqgrad.trace.log import LogReader, changed_ns
 from zmqgrad.trace.model import Process
 from zmqgrad.trace.stacks import request_stacks
 from zmqgrad.trace.writer import own_clock
@@ -34,7 +34,7 @@ def is_recording(process: Process) -> bool:
     if process.has_end:
         return False
     if not _is_here(process):
-        is_recent = wall_ns() - process.path.stat().st_mtime_ns < REMOTE_SILENCE_NANOSECONDS
+        is_recent = wall_ns() - changed_ns(process.path) < REMOTE_SILENCE_NANOSECONDS
         return is_recent and (bool(process.actors) or not survey(process.path).has_end)
     return _has_open(process.info.pid, process.path)
 

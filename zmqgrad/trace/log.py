@@ -216,7 +216,7 @@ def find_logs(directory: Path | str) -> list[Path]:
     path = Path(directory)
     try:
         found = [each for each in path.iterdir() if each.suffix == SUFFIX]
-        found.sort(key=lambda each: (_changed(each), each.name))
+        found.sort(key=lambda each: (changed_ns(each), each.name))
     except NotADirectoryError as e:
         raise TraceError(f"{path} is a file: pass the directory of the logs, {path.parent}") from e
     except OSError as e:
@@ -231,7 +231,8 @@ def find_logs(directory: Path | str) -> list[Path]:
     return found
 
 
-def _changed(path: Path) -> int:
+def changed_ns(path: Path) -> int:
+    """When the log was changed last (ns since 1970); 0: long ago, if it was removed."""
     try:
         return path.stat().st_mtime_ns
     except OSError:  # it was removed, or is a link to nothing: who opens it is told
