@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support.interpreter import run_python
+from tests.trace.test_job import two
 from zmqgrad import __version__
 from zmqgrad.__main__ import main
 from zmqgrad.cli.colours import wants_colour
@@ -115,6 +117,18 @@ def test_arguments_that_cannot_be(
 def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "no/such/script.py"]) == 2
     assert "there is no file 'no/such/script.py'" in capsys.readouterr().err
+
+
+def test_a_path_that_the_system_does_not_look_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / ("x" * 300)  # as one in a directory of another user
+    two(tmp_path, 1)
+    for arguments, code, said in (
+        (["run", str(path)], 2, f"cannot find '{path}': "),
+        (["examples", str(path)], 2, f"cannot write {path}: "),
+        (["trace", "timeline", str(tmp_path), "-o", str(path)], 1, f"cannot write {path}: "),
+    ):
+        assert main(arguments) == code
+        assert said in capsys.readouterr().err
 
 
 def test_an_endpoint_of_the_doctor_that_is_malformed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from importlib.metadata import files
 from pathlib import Path
@@ -38,7 +39,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """
     programs = _programs()
     target: Path = arguments.directory
-    if existing := [program.name for program in programs if (target / program.name).exists()]:
+    if existing := [program.name for program in programs if os.path.exists(target / program.name)]:
         raise ConfigurationError(
             f"{target} has {existing[0]} already, and nothing is overwritten: choose another directory"
         )

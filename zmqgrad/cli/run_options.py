@@ -113,10 +113,14 @@ def to_command(arguments: argparse.Namespace) -> list[str]:
         return [sys.executable, "-m", script, *arguments.args]
     if arguments.no_python and not plain:
         return [script, *arguments.args]
-    if not Path(script).exists():
+    try:
+        os.stat(script)
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigurationError(
             f"there is no file {script!r} in {Path.cwd()} (for a module, say -m; for a program, --no-python)"
-        )
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"cannot find {script!r}: {error.strerror}") from error
     return [sys.executable, script, *arguments.args]
 
 

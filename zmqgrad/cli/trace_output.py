@@ -106,7 +106,7 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         TraceError: if it cannot be written.
     """
-    replaces = path.is_file() or not path.exists()
+    replaces = os.path.isfile(path) or not os.path.exists(path)  # where it may not look, opening it tells
     target = path.with_name(f".{path.name}.{os.getpid()}") if replaces else path
     try:
         try:
