@@ -70,6 +70,20 @@ def served_call(a: Writer, b: Writer, number: int, at: int, run: int) -> None:
     a.message(False, at + 4000 + run, kinds[1], b.rank, number)
 
 
+def test_the_page_has_more_actors_and_threads_than_16_bits_count(tmp_path: Path) -> None:
+    count = 70_000
+    a = Writer(tmp_path, 0, clock="boot")
+    client = (events.Role.STORE_CLIENT, "", 0, 0, "", "")
+    a.rows += [(tag_of(events.ActorStarted), 0, 2 + i, *client) for i in range(count)]
+    a.rows += [(tag_of(events.ThreadDeclared), 0, 2 + i, f"thread {i}", i) for i in range(count)]
+    get = (int(MessageType.STORE_GET), 9)
+    a.rows += [(tag_of(events.MessageSent), i, 2 + i, 2 + i, *get, i) for i in range(1, count)]
+    a.write()
+    head, columns = unpack(Report(Job(tmp_path)).packed())
+    assert head["threads"][columns["senderThread"][-1]] == f"thread {count - 1}"
+    assert columns["source"][-1] == count  # after the worker
+
+
 def test_the_page_has_every_message_with_its_times_and_its_pair(tmp_path: Path) -> None:
     two(tmp_path, 50)
     job = Job(tmp_path)

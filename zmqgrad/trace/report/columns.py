@@ -64,8 +64,8 @@ class Messages:
         """When it was received, or the same as ``time``."""
         self.flags = array("B")
         self.kind = array("H")
-        self.source, self.target = array("h"), array("h")
-        self.sender_thread, self.receiver_thread = array("H"), array("H")
+        self.source, self.target = array("i"), array("i")
+        self.sender_thread, self.receiver_thread = array("I"), array("I")
         self.name = array("I")
         self.size = array("I")
         self.number = array("Q")
@@ -111,7 +111,7 @@ class Messages:
     def thread(self, actor: Actor | None, number: int) -> int:
         """The number of the name of a thread."""
         declared = actor.process.threads.get(number) if actor is not None else None
-        return self.threads[declared.name if declared else ""] & 0xFFFF
+        return self.threads[declared.name if declared else ""]
 
     def _sort(self) -> None:
         order = sorted(range(len(self.time)), key=self.time.__getitem__)

@@ -42,7 +42,7 @@ OPEN = 2
 MAX_PLACES = 1_000
 """How many stuck waits are explained."""
 
-_TYPED_ARRAYS = {"B": "Uint8", "H": "Uint16", "h": "Int16", "I": "Uint32", "i": "Int32"}
+_TYPED_ARRAYS = {"B": "Uint8", "H": "Uint16", "I": "Uint32", "i": "Int32"}
 
 
 class Report:
@@ -115,13 +115,13 @@ class Report:
         return {
             "waitBegun": self._ticks(w.since for w in waits),
             "waitTime": array("I", [min(w.duration(now) // self._tick, MAX_UINT32) for w in waits]),
-            "waitActor": array("h", [self.actors.number(w.waiter) for w in waits]),
-            "waitPeer": array("h", [self.actors.number(worker(w.waiter.job, w.rank)) for w in waits]),
+            "waitActor": array("i", [self.actors.number(w.waiter) for w in waits]),
+            "waitPeer": array("i", [self.actors.number(worker(w.waiter.job, w.rank)) for w in waits]),
             "waitState": array("B", [OPEN if w.until is None else int(w.failed) for w in waits]),
             "waitRow": array(
                 "i", [requests.get((w.waiter.incarnation, w.message_id), NO_ROW) for w in waits]
             ),
-            "waitThread": array("H", [threads[thread_label(w)] & 0xFFFF for w in waits]),
+            "waitThread": array("I", [threads[thread_label(w)] for w in waits]),
         }
 
     def _ticks(self, times: Iterable[int]) -> array[int]:
