@@ -473,6 +473,21 @@ def test_results_that_arrive_in_inference_mode_are_tensors_like_others(c: Cluste
     assert x.grad.tolist() == [6]
 
 
+def large(_: Tensor) -> list[Tensor]:
+    return [torch.ones(100, 100), torch.ones(200, 100).t(), *(torch.ones(10, 10) for _ in range(20))]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_results_that_arrive_without_grad_can_be_written_to_with_it(c: Cluster, mode: type) -> None:
+    """Whether they were views that were made under no_grad depended on who was first to read the reply."""
+    with mode():
+        found = rpc.rpc_sync(1, large, (torch.ones(2),))
+    for each in found:
+        weight = torch.full_like(each, 2, requires_grad=True)
+        each.mul_(weight).sum().backward()  # type: ignore[no-untyped-call]
+        assert torch.equal(weight.grad, torch.ones_like(each))
+
+
 def test_a_call_that_is_waited_for_in_inference_mode_keeps_its_history(c: Cluster) -> None:
     x = leaf(3)
     with context() as ctx:

@@ -38,13 +38,13 @@ class ReplyDecoder:
         """The value of a reply.
 
         Its tensors do not depend on the mode of the thread that waits: as torch's, those that arrive in
-        inference mode can be used, and differentiated, outside of it.
+        inference mode or under ``no_grad`` can be used, written to and differentiated outside of it.
 
         Raises:
             Exception: what the remote function raised.
         """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # which also enables grad
                 return self.decode(inbound)
         if inbound.frames.__class__ is Unreceived:  # to read them raises
             self._references.release_unread(inbound)
