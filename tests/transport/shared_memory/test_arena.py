@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -255,3 +258,62 @@ def test_a_closed_arena_leases_nothing(arena: Arena) -> None:
     arena.forget(1)
     arena.reclaim()
     assert arena.trim() == 0
+
+
+def called_within(change: Callable[[], object], handler: Callable[[], object], number: int) -> bool:
+    """Call ``change``, and ``handler`` where ``change`` calls a function for the ``number``-th time.
+
+    There a signal handler can run. Returns whether there are so many calls.
+    """
+    calls = itertools.count(1)
+    called = False
+
+    def on_event(frame: object, event: str, argument: object) -> None:
+        nonlocal called
+        if event in ("call", "c_return") and next(calls) == number:
+            sys.setprofile(None)
+            handler()
+            called = True
+
+    before = sys.getprofile()
+    sys.setprofile(on_event)
+    try:
+        change()
+    finally:
+        sys.setprofile(before)
+    return called
+
+
+@pytest.mark.parametrize("change", ["lease", "release"])
+def test_a_handler_that_makes_a_call_may_come_at_any_point(change: str) -> None:
+    """It gets a reply that releases blocks, and sends some: none overlap, and none is lost."""
+    for number in itertools.count(1):
+        arena = Arena(MB)
+        sizes = [64, 64, 128, 64, 4096, 64, 64, 8192, 64, 64, 64, 16384, 64, 64]
+        held: list[Any] = list(arena.lease(1, sizes))
+        arena.release(1, [held.pop(index).number for index in (11, 7, 4, 1)])
+        first, second = [held.pop(5), held.pop(3)], [held.pop(4), held.pop(2)]
+
+        def handler() -> None:
+            for lease in reversed(first):  # noqa: B023
+                arena.release(1, [lease.number])  # noqa: B023
+            more = arena.lease(2, [64, 100])  # noqa: B023
+            held.extend(() if isinstance(more, str) else more)  # noqa: B023
+
+        def outer() -> None:
+            if change == "lease":
+                held.extend([*second, *arena.lease(1, [8192, 64, 100])])  # noqa: B023
+            else:
+                arena.release(1, [lease.number for lease in second])  # noqa: B023
+
+        complete = not called_within(outer, handler, number)
+        for size in (64, 128, 4096, 8192, 64, 256, 65536):
+            held.extend(arena.lease(1, [size]))
+        spans = sorted((lease.offset, lease.offset + lease.size) for lease in held)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        for peer in (1, 2):
+            arena.release(peer, [lease.number for lease in [*held, *first, *second]])
+        assert leased(arena) == 0
+        arena.close()
+        if complete:
+            break

@@ -16,15 +16,18 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from zmqgrad.transport.local.connection import check_is_of_system
 from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, align_up, block_size
 from zmqgrad.transport.shared_memory.segment import Segment
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OWN = -1
 """Stands for this worker among the peers: it has leases of the blocks that it shares."""
@@ -66,7 +69,8 @@ class Arena:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = threading.RLock()  # guards everything below
-        self._busy = False  # blocks are being allocated or freed
+        self._busy = False  # blocks are being allocated or freed: see _change
+        self._released: deque[tuple[int, Collection[int]]] = deque()  # peers, and leases that are to end
         self._segments: list[Segment] = []
         self._peers: dict[int, LeaseState] = {}
         self._departed: list[LeaseState] = []  # lost peers with leases in segments that are still mapped
@@ -98,21 +102,34 @@ class Arena:
         """
         try:
             with self._lock:
-                if self._busy:  # this is a signal handler: see Note [Calls of handlers] in links
+                if self._busy:
                     return "full"
-                self._busy = True
-                try:
-                    return self._lease(peer, sizes, keep)
-                except BaseException as e:
-                    if getattr(e, "errno", None) is None:  # not of the system, which only refuses a segment
-                        self._free_rest()
-                    raise
-                finally:
-                    self._busy = False
+                return self._change(partial(self._lease, peer, sizes, keep))
         except OSError as e:
             check_is_of_system(e)
             logger.debug("no shared memory for worker %d: %s", peer, e)
             return "no memory"
+
+    def _change(self, make: Callable[[], T]) -> T:
+        """Call ``make``, which allocates or frees blocks, and end the leases that were released.
+
+        A signal handler, or a finalizer, that interrupts this allocates nothing, and what it releases waits
+        for the end: see Note [Calls of handlers] in links. Called with the lock held.
+        """
+        self._busy = True
+        try:
+            try:
+                return make()
+            finally:
+                while self._released:
+                    self._end(*self._released[0])
+                    self._released.popleft()  # last: after Ctrl-C, the next change does the rest
+        except BaseException as e:
+            if getattr(e, "errno", None) is None:  # not of the system, which only refuses a segment
+                self._free_rest()
+            raise
+        finally:
+            self._busy = False
 
     def _lease(self, peer: int, sizes: Sequence[int], keep: bool) -> list[Lease] | str:
         if self._departed:
@@ -206,22 +223,16 @@ class Arena:
     def release(self, peer: int, numbers: Collection[int]) -> None:
         """End leases of ``peer``: it has finished with them, or they were not sent."""
         with self._lock:
-            state = self._peers.get(peer)
-            if state is None:
-                return
-            outer, self._busy = self._busy, True
-            try:
-                leases = [lease for n in numbers if (lease := state.leases.pop(n, None)) is not None]
-                self._unknown_releases += len(numbers) - len(leases)
-                self._free(leases)
-            except BaseException:
-                for number in numbers:
-                    state.leases.pop(number, None)
-                if not outer:  # otherwise a signal handler has interrupted what is half done
-                    self._free_rest()
-                raise
-            finally:
-                self._busy = outer
+            self._released.append((peer, numbers))
+            if not self._busy:
+                self._change(bool)
+
+    def _end(self, peer: int, numbers: Collection[int]) -> None:
+        state = self._peers.get(peer)
+        if state is not None:
+            leases = [lease for n in numbers if (lease := state.leases.pop(n, None)) is not None]
+            self._unknown_releases += len(numbers) - len(leases)
+            self._free(leases)
 
     def _free_rest(self) -> None:
         """Free all that has no lease: Ctrl-C came while blocks were allocated or freed.
@@ -272,12 +283,13 @@ class Arena:
                 return
             if not self._closed:
                 self._departed.append(state)
-                self._reclaim()
+                self.reclaim()
 
     def reclaim(self) -> None:
         """Free the blocks that lost peers have unmapped since."""
         with self._lock:
-            self._reclaim()
+            if self._departed and not self._busy:
+                self._change(self._reclaim)
 
     def _reclaim(self) -> None:
         for state in self._departed:
@@ -300,11 +312,14 @@ class Arena:
         """
         with self._lock:
             used, self._used = self._used, False
-            if self._closed or used or self._trimmed:
+            if self._closed or used or self._trimmed or self._busy:
                 return 0
             self._trimmed = True
-            self._reclaim()
-            return sum(s.trim() for s in self._segments)
+            return self._change(self._trim)
+
+    def _trim(self) -> int:
+        self._reclaim()
+        return sum(s.trim() for s in self._segments)
 
     def close(self) -> None:
         """Lease no more. Leased blocks stay valid for their readers. Idempotent."""
