@@ -494,6 +494,21 @@ def test_closing_the_launchers_output_ends_the_job(script: Path, launch: type[La
     assert launched.all_gone(ENDS_WITHIN)
 
 
+@pytest.mark.parametrize("streams", [(1,), (1, 2)], ids=["stdout", "both"])
+def test_a_signal_stops_a_job_whose_output_nobody_reads(script: Path, streams: tuple[int, ...]) -> None:
+    script.write_text("while True: print('on and on')")
+    reader, writer = os.pipe()
+    outputs = {"stdout": writer, "stderr": writer if 2 in streams else subprocess.DEVNULL}
+    launcher = subprocess.Popen([*LAUNCHER, script], **outputs)
+    full = select.poll()
+    full.register(writer, select.POLLOUT)
+    eventually(lambda: full.poll(0), lambda ready: not ready)
+    launcher.terminate()
+    assert launcher.wait(60) == 128 + signal.SIGTERM
+    os.close(reader)
+    os.close(writer)
+
+
 def test_closing_the_terminal_lets_the_workers_end_in_order(script: Path, tmp_path: Path) -> None:
     script.write_text(
         "import pathlib, signal, sys, time\n"

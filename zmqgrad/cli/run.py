@@ -26,6 +26,7 @@ from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
 from zmqgrad.elastic.launch_config import LaunchConfig, make_log_dir
 from zmqgrad.errors import ConfigurationError, RendezvousError, TraceError
+from zmqgrad.runtime.polling import Wakeup
 
 __all__ = ["add_arguments", "execute"]
 
@@ -64,7 +65,10 @@ def execute(arguments: argparse.Namespace) -> int:
         raise result.error  # an option of the rendezvous, which was not opened
     report = job_report(result, stderr_tail)
     logs = output.log_dir or _keep_shortened(result, stderr_tail)
-    _print_error(*with_places(report, logs, inherited.get(environment.TRACE, "")))
+    stopped = Wakeup()
+    if result.interrupted_by is not None:
+        stopped.set()
+    _print_error(*with_places(report, logs, inherited.get(environment.TRACE, "")), hurry=stopped.fd)
     return result.exit_code
 
 
@@ -132,9 +136,9 @@ def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
     return label
 
 
-def _print_error(*lines: str) -> None:
-    """Write to stderr; indented lines continue the previous one."""
+def _print_error(*lines: str, hurry: int | None = None) -> None:
+    """Write to stderr; indented lines continue the previous one. ``hurry``: as for :func:`write_all`."""
     text = "".join(f"{line}\n" if line.startswith(" ") else f"zmqgrad run: {line}\n" for line in lines)
     # Nobody may read stderr, or its disk is full; the exit code still reports the failure.
     with suppress(OSError):
-        write_all(STDERR, text.encode())
+        write_all(STDERR, text.encode(), hurry)

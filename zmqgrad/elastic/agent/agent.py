@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 
 from zmqgrad.elastic.agent.coordination import Coordinator
 from zmqgrad.elastic.agent.events import Ask, Confirm, Join, Leave, ReportExits, ReportFailure
@@ -85,7 +86,7 @@ def run_agent(spec: AgentSpec, signals: SignalInbox, clock: Clock = MONOTONIC) -
     """
     with ExitStack() as cleanup:
         cleanup.enter_context(closing(spec.coordinator))
-        screen = Screen(write_all, spec.output.terminals)
+        screen = Screen(partial(write_all, hurry=signals.stopping.fd), spec.output.terminals)
         listener = cleanup.enter_context(closing(Listener(screen, signals, spec.coordinator.events)))
         agent = cleanup.enter_context(closing(_Agent(spec, signals, listener, clock)))
         return agent.run(), agent.tail
@@ -146,7 +147,8 @@ class _Agent:
     def _step(self) -> Result | None:
         """Process everything that has happened."""
         signals = [SignalReceived(signum) for signum in self._signals.take()]
-        if self._group is not None and self._listener.output_closed and self._group.is_running:
+        closed = self._listener.output_closed and not signals
+        if self._group is not None and closed and self._group.is_running:
             signals.append(SignalReceived(signal.SIGPIPE))
         # First: a node that leaves must not tell the others that it lives, once its workers end.
         result = self._handle_all(signals)

@@ -8,6 +8,7 @@ import os
 import select
 import selectors
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from zmqgrad.elastic.agent.consequences import may_tell_of_loss
@@ -17,6 +18,9 @@ from zmqgrad.elastic.agent.tracebacks import Shown, Tracebacks
 from zmqgrad.elastic.agent.workers import Worker
 
 logger = logging.getLogger(__name__)
+
+STALL_SECONDS = 1.0
+"""How long our output may wait for its reader after a signal that stops this agent."""
 
 Ready = list[tuple[selectors.SelectorKey, int]]
 
@@ -40,7 +44,7 @@ class Listener:
         others: what else ends a wait by becoming readable.
 
     Attributes:
-        output_closed: whether our own output has no reader any more.
+        output_closed: whether our own output has no reader any more, or none that reads after a signal.
         shown: the tracebacks that were shown.
     """
 
@@ -178,11 +182,23 @@ class Listener:
                 logger.error("cannot write the output of the workers: %s; it is incomplete", e.strerror)
 
 
-def write_all(fd: int, data: bytes) -> None:
-    """Write all of ``data`` to ``fd``; waits if the descriptor is non-blocking."""
+def write_all(fd: int, data: bytes, hurry: int | None = None) -> None:
+    """Write all of ``data`` to ``fd``; waits as long as nobody reads it.
+
+    Args:
+        hurry: a descriptor. Once it is readable, the wait ends after :data:`STALL_SECONDS`.
+
+    Raises:
+        BrokenPipeError: if nobody reads it, or that wait has ended.
+    """
+    writable, either = select.poll(), select.poll()
+    for poller in (writable, either):
+        poller.register(fd, select.POLLOUT)
+    if hurry is not None:
+        either.register(hurry, select.POLLIN)
     view = memoryview(data)
     while view:
-        try:
-            view = view[os.write(fd, view) :]
-        except BlockingIOError:
-            select.select([], [fd], [])
+        if [ready for ready, _ in either.poll()] == [hurry] and not writable.poll(1000 * STALL_SECONDS):
+            raise BrokenPipeError(errno.EPIPE, "nobody reads it")
+        with suppress(BlockingIOError):
+            view = view[os.write(fd, view[: select.PIPE_BUF]) :]  # of which a pipe takes so much at once

@@ -9,6 +9,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from zmqgrad.runtime.polling import Wakeup
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end an agent."""
 
@@ -17,9 +19,13 @@ class SignalInbox:
     """While entered, queues SIGINT, SIGTERM, SIGHUP and SIGQUIT; the exit of a child wakes a select.
 
     Python handles signals on the main thread only; on another one, this queues nothing.
+
+    Attributes:
+        stopping: set by the first of these signals.
     """
 
     def __init__(self) -> None:
+        self.stopping = Wakeup()
         self._before: dict[int, Any] = {}
         self._received: list[int] = []
 
@@ -56,6 +62,7 @@ class SignalInbox:
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if signum in STOPPING:
             self._received.append(signum)
+            self.stopping.set()
 
     def take(self) -> list[int]:
         """Return the stopping signals received since the last call."""
