@@ -71,7 +71,7 @@ def served_call(a: Writer, b: Writer, number: int, at: int, run: int) -> None:
 
 
 def test_the_page_has_more_actors_and_threads_than_16_bits_count(tmp_path: Path) -> None:
-    count = 70_000
+    count = 66_000
     a = Writer(tmp_path, 0, clock="boot")
     client = (events.Role.STORE_CLIENT, "", 0, 0, "", "")
     a.rows += [(tag_of(events.ActorStarted), 0, 2 + i, *client) for i in range(count)]

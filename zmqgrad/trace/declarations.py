@@ -14,6 +14,7 @@ from zmqgrad.trace.events import (
     Dropped,
     Event,
     NameDeclared,
+    Role,
     ThreadDeclared,
 )
 from zmqgrad.trace.labels import tidy
@@ -66,7 +67,9 @@ def _declare(process: Process, event: Event) -> None:
     elif isinstance(event, ActorStarted):
         who = (event.actor, event.role, event.name, event.number)
         where = (event.incarnation, event.job, event.address, event.time)
-        process.actors[event.actor] = Actor(process, *who, *where)
+        actor = process.actors[event.actor] = Actor(process, *who, *where)
+        if actor.role in (Role.WORKER, Role.RENDEZVOUS_NODE):
+            process.named.append(actor)
     elif isinstance(event, ActorStopped):
         if event.actor in process.actors:
             process.actors[event.actor].stopped = event.time

@@ -28,9 +28,8 @@ def worker_label(actor: Actor | None, rank: int) -> str:
 
 def process_label(process: Process) -> str:
     """The names of its workers, or of its rendezvous nodes, or ``pid N``."""
-    actors = sorted(process.actors.values(), key=lambda a: a.role)
-    named = [a for a in actors if a.role in (Role.WORKER, Role.RENDEZVOUS_NODE)]
-    names = dict.fromkeys(a.name for a in named if a.role is named[0].role)
+    role = min((actor.role for actor in process.named), default=Role.WORKER)
+    names = dict.fromkeys(actor.name for actor in process.named if actor.role is role)
     return "+".join(names) or f"pid {process.info.pid}"
 
 

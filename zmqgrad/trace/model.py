@@ -42,6 +42,8 @@ class Process(msgspec.Struct, eq=False):
     path: FilePath
     info: ProcessInfo
     actors: dict[int, Actor] = {}
+    named: list[Actor] = []
+    """Its workers and rendezvous nodes: it may have opened thousands of stores beside them."""
     threads: dict[int, ThreadDeclared] = {}
     names: dict[int, str] = {}
     first: int = 0
