@@ -29,6 +29,7 @@ from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.elastic import RendezvousHandler, RendezvousSettings, State, StoreBackend
 from zmqgrad.errors import ClosedError, GroupError, NotInitializedError, UnknownWorkerError
+from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
 from zmqgrad.rpc.futures import PythonFuture
@@ -674,6 +675,28 @@ def test_an_interrupt_at_any_moment_leaves_shared_parameters_to_others(
     while is_interrupted(number):
         number += 1
     assert number > 20
+
+
+def test_an_interrupt_at_any_moment_of_a_step_lets_no_later_one_take_its_gradients(
+    pair: list[Worker],
+) -> None:
+    """A parameter without a gradient was stepped again with its last one."""
+    for versions in (False, True):
+        number, interrupts = 0, True
+        while interrupts:
+            first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+            params = [rpc.RRef(first), rpc.RRef(second)]
+            optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=1.0, versions=versions)
+            with context() as ctx:
+                backward(ctx, [(first + second).sum()])
+                interrupts = interrupted(number, ("zmqgrad.optim.local",), partial(optimizer.step, ctx))
+            before = first.item(), second.item()
+            with context() as ctx:
+                backward(ctx, [first.sum()])
+                optimizer.step(ctx)
+            assert (first.item(), second.item()) == (before[0] - 1.0, before[1]), number
+            number += 1
+        assert number > 10
 
 
 def test_an_interrupt_at_any_moment_of_a_commit_lets_the_program_commit_again() -> None:

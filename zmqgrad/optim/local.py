@@ -104,9 +104,10 @@ class LocalOptimizer:
             applied = limit is None or staleness <= limit
             if applied:
                 may_wait = not torch_internals.steps_alone(self.optimizer)
-                with self._versions.stepping(context, shared, may_wait) as memory:
-                    used = [aliases[n] for n in stepped]
-                    self._step(used, memory, [gradients[n] for n in stepped])
+                with self._versions.stepping(context, shared, may_wait) as changed:
+                    memory = dict(zip(stepped, changed, strict=True))
+                    # All of them: Ctrl-C may have kept one from dropping its last gradient.
+                    self._step(aliases, [memory.get(n) for n in range(len(aliases))], gradients)
         tracer = current_worker().hooks.tracer
         if tracer is not None:
             tracer.step_taken(context_id, staleness, applied)
@@ -115,16 +116,19 @@ class LocalOptimizer:
     def _step(
         self,
         aliases: Sequence[torch.Tensor],
-        memory: Sequence[torch.Tensor],
+        memory: Sequence[torch.Tensor | None],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         try:
             for alias, data, gradient in zip(aliases, memory, gradients, strict=True):
-                alias.data = data.data  # the program may have given the parameter other memory
+                if data is not None:
+                    alias.data = data.data  # the program may have given the parameter other memory
                 alias.grad = gradient
             torch_internals.step(self.optimizer)
             for alias, data in zip(aliases, memory, strict=True):
-                if data.layout is torch.sparse_coo:  # which gets other memory when it is changed in place
+                if (
+                    data is not None and data.layout is torch.sparse_coo
+                ):  # which gets other memory when it is changed in place
                     data.data = alias.data
         finally:
             self._let_go()
