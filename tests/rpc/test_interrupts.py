@@ -26,6 +26,7 @@ from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, grad
 from zmqgrad.autograd.context import Context, own_context, pass_context
 from zmqgrad.autograd.forwarding import autograd_of
+from zmqgrad.autograd.torch_internals import saved_tensor_hooks
 from zmqgrad.autograd.versions import ParameterVersions
 from zmqgrad.elastic import RendezvousHandler, RendezvousSettings, State, StoreBackend
 from zmqgrad.errors import ClosedError, GroupError, NotInitializedError, UnknownWorkerError
@@ -662,12 +663,15 @@ def test_an_interrupt_at_any_moment_leaves_shared_parameters_to_others(
             step(2.0)
 
         modules = ("zmqgrad.autograd.versions",)
-        with ThreadPoolExecutor(1) as pool:  # a thread of its own, which may keep its hooks of saved tensors
+        with ThreadPoolExecutor(1) as pool:
             found = pool.submit(interrupted, number, modules, read_and_step, kind).result()
-        thread = threading.Thread(target=others, daemon=True)
-        thread.start()
-        thread.join(20)
-        assert param.item() in ((2.0, 3.0) if found else (3.0,)), number
+            thread = threading.Thread(target=others, daemon=True)
+            thread.start()
+            thread.join(20)
+            assert param.item() in ((2.0, 3.0) if found else (3.0,)), number
+            if reads:
+                pool.submit(read_and_step).result()
+            assert pool.submit(saved_tensor_hooks, True).result() is None, number
         assert alias is None or alias.item() == 0.0
         return found
 

@@ -34,6 +34,7 @@ from zmqgrad.autograd.torch_internals import (
     is_checkpoint_hook,
     is_first_checkpoint_hook,
     replace_saved_tensor_hooks,
+    saved_tensor_hooks,
     storage_address,
     storage_users,
 )
@@ -405,6 +406,9 @@ class Reading:
 
     def __enter__(self) -> None:
         self.versions.begin_reading(self, self._fresh)
+        top = saved_tensor_hooks(True)
+        if top is not None and top[0] == self.versions.pack:  # of a reader that Ctrl-C has kept from leaving
+            self._hooks.__exit__()
         self._hooks.__enter__()
         self._thread = threading.get_ident()
         thread_state.pause = partial(_pause, weakref.ref(self))
