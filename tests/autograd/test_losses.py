@@ -21,11 +21,12 @@ from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError, PeerLostError, RpcError, TransportError
 from zmqgrad.rpc.core import RETRY_SECONDS
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.hooks import Hooks
+from zmqgrad.rpc.hooks import Hooks, Unwrapped
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.testing.faults import Hold
+from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import join_id
 from zmqgrad.wire.messages import BackwardAutogradReq, BackwardAutogradResp, Message, MessageType
 
@@ -431,6 +432,27 @@ def test_a_release_arrives_though_an_intermediate_worker_is_lost(c3: Cluster) ->
                 worker.lose(1, "its process has ended")
             made = autograd_of(c3.workers[0]).contexts.live()[0]
             eventually(made.peers, lambda peers: 2 in peers)
+    eventually(lambda: known_by(c3), lambda known: 2 not in known)
+
+
+def test_a_context_whose_first_call_is_just_served_when_its_caller_is_lost_is_released(c3: Cluster) -> None:
+    """0 called 1, which called 2. When 2 misses 1, it does not know the context yet."""
+    here = c3.workers[2]
+    open_request = here.hooks.request_unwrappers[MessageType.FORWARD_AUTOGRAD_REQ]
+
+    def open_late(inbound: Inbound) -> Unwrapped:
+        here.lose(1, "its process has ended")
+        eventually(lambda: 1 in here.lost, bool)
+        c3.network.wait_quiet()
+        return open_request(inbound)
+
+    here.hooks.request_unwrappers[MessageType.FORWARD_AUTOGRAD_REQ] = open_late
+    with context():
+        waits = rpc.rpc_async(1, relay, ([2], leaf(1)))
+        eventually(lambda: 2 in known_by(c3), bool)
+        c3.workers[0].lose(1, "its process has ended")
+        with pytest.raises(PeerLostError):
+            waits.wait()
     eventually(lambda: known_by(c3), lambda known: 2 not in known)
 
 

@@ -267,6 +267,8 @@ class Autograd:
             return deserialize_tensors(payload, inbound.frames)
         source = inbound.envelope.source
         context.add_peer(source)
+        if source in self._worker.lost:  # meanwhile: its loss may have found nothing of this context here
+            self.releases.miss(source, context)
         if not autograd_id:
             return deserialize_tensors(payload, inbound.frames)
         wanted = payload.tensors.requiring_grad()

@@ -137,6 +137,12 @@ class Releases:
         for creator, contexts in queries.items():
             self.query(creator, contexts)
 
+    def miss(self, peer: int, context: Context) -> None:
+        """Query the creator of a context of which a message of ``peer``, which is lost, has still arrived."""
+        creator, _ = split_id(context.id)
+        if creator not in (self._worker.id, peer):
+            self.query(creator, [context.id])
+
     def _abandon(self, creator: int, contexts: Iterable[int]) -> None:
         """Forget contexts whose creator is lost here; their other workers are to query it themselves."""
         queries: dict[int, list[int]] = {}
