@@ -435,6 +435,31 @@ def test_a_release_arrives_though_an_intermediate_worker_is_lost(c3: Cluster) ->
     eventually(lambda: known_by(c3), lambda known: 2 not in known)
 
 
+def test_a_release_arrives_though_its_query_could_not_be_sent_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a free descriptor, 2 cannot open a connection to 0, of which only 1 knows."""
+    clock, failures = ManualClock(), [TransportError("Too many open files")] * 3
+    with cluster(3, RpcBackendOptions(rpc_timeout=0), clock) as c3:
+        mailbox = c3.workers[2].mailbox
+        send = mailbox.send
+
+        def fail_at_first(peer: int, *args: Any, **kwargs: Any) -> None:
+            if failures and peer == 0:
+                raise failures.pop()
+            send(peer, *args, **kwargs)
+
+        with context():
+            rpc.rpc_sync(1, relay, ([2], leaf(1)))
+            monkeypatch.setattr(mailbox, "send", fail_at_first)
+            with c3.network.partition(1):
+                for worker in (c3.workers[0], c3.workers[2]):
+                    worker.lose(1, "its process has ended")
+                eventually(lambda: 1 in c3.workers[2].lost, bool)
+        eventually(lambda: [clock.advance(RETRY_SECONDS), 2 not in known_by(c3)][1], bool)
+    assert not failures
+
+
 def test_a_context_whose_first_call_is_just_served_when_its_caller_is_lost_is_released(c3: Cluster) -> None:
     """0 called 1, which called 2. When 2 misses 1, it does not know the context yet."""
     here = c3.workers[2]

@@ -178,6 +178,8 @@ class Releases:
                 on_unknown()
             except (RpcError, TransportError) as e:
                 logger.debug("cannot query worker %d about contexts: %s", peer, e)
+                if type(e) is TransportError:  # such as no free descriptor: the contexts would stay for ever
+                    self._worker.retry(call)
 
         self._worker.submit_if_open(call)  # it may have to ask the store
 
