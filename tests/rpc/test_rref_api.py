@@ -24,6 +24,7 @@ from zmqgrad.errors import (
     UnknownWorkerError,
 )
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import MessageType
 
@@ -286,6 +287,16 @@ def test_the_time_of_a_call_that_waits_for_a_value_is_limited(trio: Cluster) -> 
     for ask in (lambda r: r.rpc_sync(0.1).number(), lambda r: rpc.rpc_sync(1, number_of, (r,), timeout=0.1)):
         with pytest.raises(RpcTimeoutError):
             ask(rpc.remote(1, never, timeout=0))
+
+
+def test_a_worker_that_ends_ends_the_wait_for_a_value_that_nobody_else_refers_to(trio: Cluster) -> None:
+    rref = rpc.remote(1, never, timeout=0.01)
+    rpc.rpc_async(1, rpc.RRef.local_value, args=(rref,), timeout=0)
+    del rref
+    owner = trio.workers[1]
+    eventually(lambda: owner.references.statistics()["forks"] == 0)
+    owner.close()
+    assert owner.join(Deadline.after(20)) == []
 
 
 # ---- backward --------------------------------------------------------------------------------------------

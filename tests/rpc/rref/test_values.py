@@ -40,12 +40,32 @@ def test_what_is_not_made_in_time_is_said_so(values: OwnedValues) -> None:
 
 def test_a_value_goes_with_its_last_fork_and_is_known_to_be_gone(values: OwnedValues) -> None:
     made = values.create_pending(MAKER, VALUE, FORK)
+    made.set_result("it")
     values.note(VALUE, CHILD, OTHER)
     assert values.delete([(VALUE, FORK)]) == []
     assert values.delete([(VALUE, CHILD)]) == [DropValue(VALUE)]
     assert values.drop(VALUE) is made
     with pytest.raises(RRefError, match="nothing referred to it"):
         values.find(VALUE)
+
+
+def test_a_value_without_forks_that_is_being_made_goes_once_it_is_made(values: OwnedValues) -> None:
+    made = values.create_pending(MAKER, VALUE, FORK)
+    assert values.delete([(VALUE, FORK)]) == [DropValue(VALUE)]
+    assert values.drop(VALUE) is None
+    made.set_result("it")
+    values.value_ready(VALUE)
+    assert values.statistics() == {"owner_rrefs": 0, "forks": 0}
+    with pytest.raises(RRefError, match="nothing referred to it"):
+        values.find(VALUE)
+
+
+def test_closing_settles_who_waits_for_a_value_without_forks(values: OwnedValues) -> None:
+    made = values.create_pending(MAKER, VALUE, FORK)
+    assert values.delete([(VALUE, FORK)]) == [DropValue(VALUE)]
+    assert values.drop(VALUE) is None
+    values.close()
+    assert isinstance(made.exception(), RRefError)
 
 
 def test_a_value_whose_makers_call_is_yet_to_come_is_not_dropped(values: OwnedValues) -> None:

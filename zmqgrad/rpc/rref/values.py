@@ -97,6 +97,7 @@ class OwnedValues:
         """Note that the promise of :meth:`create_pending` has been set."""
         with self._lock:
             if not self._forks.knows(rref_id):  # created for this worker itself: its handle keeps it
+                self._dropped.add(rref_id)
                 self._values.pop(rref_id, None)
 
     def value(self, rref_id: int, timeout: float | None) -> Any:
@@ -147,10 +148,13 @@ class OwnedValues:
         return effects
 
     def drop(self, rref_id: int) -> Promise[Any] | None:
-        """Drop ``rref_id``, unless it has forks again. Returns the promise that held the value."""
+        """Drop ``rref_id`` if it was created and has no forks. Returns the promise that held the value."""
         with self._lock:
             if self._forks.knows(rref_id) or rref_id in self._awaited:
                 return None  # another fork was sent since the last one was deleted, or will be registered
+            promise = self._values.get(rref_id)
+            if promise is not None and not promise.done():
+                return None  # value_ready() will; until then close() ends the threads that wait for it
             self._dropped.add(rref_id)
             return self._values.pop(rref_id, None)
 
