@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Any, NoReturn
 
 import torch
@@ -102,6 +103,8 @@ def positional_and_keyword_arguments() -> Any:
         rpc.rpc_sync("worker1", echo),
         rpc.rpc_sync("worker1", echo, (1, "two"), {"three": 3}),
         rpc.rpc_sync("worker1", echo, [1, 2]),
+        rpc.rpc_sync("worker1", echo, range(2)),
+        rpc.rpc_sync("worker1", echo, deque([1, 2])),
     ]
 
 

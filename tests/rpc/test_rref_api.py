@@ -354,7 +354,7 @@ def where() -> str:
 
 @pytest.mark.parametrize("how", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
 def test_arguments_that_cannot_be(trio: Cluster, how: Any) -> None:
-    for args in (5, "abc", torch.ones(2), {1: 2}, iter([])):
+    for args in (5, "abc", b"abc", torch.ones(2), {1: 2}, iter([])):
         with pytest.raises(PayloadError, match=r"args must be a tuple of arguments.*args=\(x,\)"):
             how(1, where, args=args)
     for kwargs in (5, [("a", 1)], {1: 2}):

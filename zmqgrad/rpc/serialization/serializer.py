@@ -104,15 +104,18 @@ def serialize_arguments(
     return _serialize_pickle((args, kwargs), context, lambda: _name_arguments(args, kwargs))
 
 
+_TEXTS = (str, bytes, bytearray, memoryview)
+
+
 def to_args(args: Any) -> tuple[Any, ...]:
     """The arguments of a call as a tuple.
 
     Raises:
-        PayloadError: if ``args`` are no tuple or list.
+        PayloadError: if ``args`` are no sequence, or a text, which is one argument.
     """
     if args is None:
         return ()
-    if not isinstance(args, (tuple, list)):  # iterating over a tensor or a string would split it
+    if not isinstance(args, Sequence) or isinstance(args, _TEXTS):  # iterating over a text would split it
         raise PayloadError(
             f"args must be a tuple of arguments, not {type(args).__name__}; for one argument write args=(x,)"
         )
