@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from zmqgrad.transport import local
 from zmqgrad.transport.base import Inbound, PeerEnd, ReplyChannel
 from zmqgrad.transport.local import MAX_PACKET_BYTES, handshake
 from zmqgrad.transport.local.channels import MAX_CHANNELS, MAX_NUMBER, channel_endpoint
+from zmqgrad.transport.local.listener import ACCEPT_BACKLOG
 from zmqgrad.transport.security import local_key
 from zmqgrad.wire.messages import ExceptionReply, Hello, RRefAck
 
@@ -372,6 +374,35 @@ def test_a_channel_can_be_abandoned_whose_connections_continue_one_another(offic
     channel.abandon([channel], lambda _: None)
     for connection in connections:
         connection.close()
+
+
+def test_strangers_at_a_channel_do_not_keep_the_thread_that_reads_in_its_place(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the next one connects while the one before is accepted."""
+    a, _ = pair(office)
+    channel = channel_to(a)
+    name = local.unix_name(channel_endpoint(a.mailbox.endpoints[0], channel.number))
+    accept, strangers = socket.socket.accept, 0
+
+    def connect() -> None:
+        nonlocal strangers
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(name)
+        strangers += 1
+
+    def accept_and_connect(self: socket.socket) -> tuple[socket.socket, object]:
+        accepted = accept(self)
+        if self.getsockname() == name.encode():
+            connect()
+            assert strangers <= 2 * ACCEPT_BACKLOG
+        return accepted
+
+    monkeypatch.setattr(socket.socket, "accept", accept_and_connect)
+    connect()
+    channel.take_arrived()
+    assert strangers > 1
+    channel.release([channel])
 
 
 def test_a_number_is_used_again_after_all_others(office: Office) -> None:

@@ -132,7 +132,9 @@ class ReplyChannel:
         try:
             if self.in_hand or not self._listener.is_open:
                 return []
-            while fds := [fd for fd, _ in self._poll(0) if fd != self._wakeup.fd]:
+            self._listener.accept_pending()
+            # Without what comes to the listener from now on: strangers could connect without end.
+            while fds := [fd for fd, _ in self._poll(0) if fd in self._listener.connections]:
                 for fd in fds:
                     self._arrived.extend(self._listener.read(fd))
             arrived = list(self._arrived)
