@@ -19,7 +19,7 @@ from zmqgrad.transport.sealed import transport as sealed_transport
 from zmqgrad.transport.security import Keys, load_keys
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import write_session
-from zmqgrad.wire.messages import Ack, Call, Payload, Result
+from zmqgrad.wire.messages import Ack, Call, Chunk, Goodbye, LargeMessage, Payload, Result
 
 WAIT = 60.0
 
@@ -244,4 +244,21 @@ def test_an_acknowledgement_of_what_was_never_sent_counts_for_nothing() -> None:
     near.send(1, RESULT, 2)
     assert ids(pair.take(1, 1)) == [2]
     eventually(lambda: pair.sessions(0)["unacknowledged"] == 0)
+    pair.close()
+
+
+def test_a_message_in_chunks_is_of_the_worker_that_has_sent_it() -> None:
+    """Here one worker says in chunks that another has left."""
+    pair = Pair()
+    near = pair.mailboxes[0]
+    inner = encode(Goodbye("it has left"), 2, 22, 0)
+    chunk, last = Chunk(7, 0, len(inner)), LargeMessage(7, len(inner))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(f"tcp://127.0.0.1:{port_of(near)}")
+        dealer.send_multipart([encode(chunk, 1, 11, 0), inner])
+        dealer.send(encode(last, 1, 11, 0))
+        dealer.send(encode(RESULT, 1, 11, 8))
+        assert ids(pair.take(0, 1)) == [8]
+    assert near.statistics()["malformed"] == 1
+    assert pair.ended[0].empty()
     pair.close()

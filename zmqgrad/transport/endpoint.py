@@ -309,8 +309,10 @@ class Endpoint:
                 return None
             if isinstance(message, LargeMessage):
                 size += message.size - len(first)  # what its sender has counted
-                whole = self._plane.reassembler.take(source, message.stream, message.size)
-                return self.decode(bytes(whole), frames, path, accepted=True)
+                whole = bytes(self._plane.reassembler.take(source, message.stream, message.size))
+                if (inner := read_envelope(whole).source) != source:
+                    raise ProtocolError(f"worker {source} sent a message as worker {inner}")
+                return self.decode(whole, frames, path, accepted=True)
         except ProtocolError as e:
             self._on_malformed(first, size, path, e)
             return None
