@@ -200,6 +200,14 @@ def test_each_worker_gets_its_rank_in_the_environment() -> None:
     assert second == first | {"RANK": "1", "LOCAL_RANK": "1", "ROLE_RANK": "1"}
 
 
+@pytest.mark.parametrize("query", ["", "?protocol=https"])
+def test_each_round_after_the_first_has_a_store_of_its_own_in_etcd(query: str) -> None:
+    common = common_variables({"ZMQGRAD_STORE": f"etcd://host/job{query}"}, LaunchConfig(max_restarts=2))
+    node = NodeInfo("node", "default_role", 1, 0, "127.0.0.1", 1)
+    urls = [worker_variables(common, place([node], 0, round), 0)["ZMQGRAD_STORE"] for round in range(3)]
+    assert urls == [f"etcd://host/{path}{query}" for path in ("job", "job/1", "job/2")]
+
+
 def test_variables_set_by_the_user_are_kept() -> None:
     [alone] = worker_environments({}, 1, 1)
     assert "OMP_NUM_THREADS" not in alone

@@ -48,6 +48,14 @@ def _store_url(config: LaunchConfig) -> str:
     return f"etcd://{config.rdzv_endpoint}/{quote(config.run_id or 'none', safe='')}/{ROUND_HERE}{query}"
 
 
+def _store_of_round(url: str, round: int) -> str:
+    """The URL of the store of a round: the first one has what the user has set, as it is."""
+    if round and ROUND_HERE not in url:
+        path, mark, query = url.partition("?")
+        url = f"{path.rstrip('/')}/{ROUND_HERE}{mark}{query}"
+    return url.replace(ROUND_HERE, str(round))
+
+
 def worker_variables(common: Mapping[str, str], place: Placement, local_rank: int) -> dict[str, str]:
     """The environment of one worker in one round."""
     numbers = {
@@ -64,8 +72,7 @@ def worker_variables(common: Mapping[str, str], place: Placement, local_rank: in
         ROUND: place.round,
     }
     if environment.STORE in common:
-        url = common[environment.STORE].replace(ROUND_HERE, str(place.round))
-        common = {**common, environment.STORE: url}
+        common = {**common, environment.STORE: _store_of_round(common[environment.STORE], place.round)}
     return {**common, "MASTER_ADDR": place.master_addr} | {
         name: str(number) for name, number in numbers.items()
     }
