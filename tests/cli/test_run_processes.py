@@ -280,6 +280,32 @@ def test_the_first_failure_ends_all_and_is_reported(script: Path, how: str, code
         assert "[worker 1] ValueError: the reason\n" in done.stderr
 
 
+LOSES_A_PEER = """
+import os, shutil, signal, time
+def fail(error, code):
+    os.write(2, f"Traceback (most recent call last):\\n{error}\\n".encode())
+    os._exit(code)
+signal.signal(signal.SIGTERM, lambda *_: fail("zmqgrad.errors.PeerLostError: w1 (worker 1) is gone", 1))
+up = os.path.join(os.environ["TMPDIR"], "up")
+if os.environ["RANK"] == "0":
+    open(up, "w").close()
+    signal.pause()
+while not os.path.exists(up):
+    time.sleep(0.01)
+shutil.rmtree(os.environ["TMPDIR"])
+fail("ValueError: the reason", 7)
+"""
+
+
+def test_a_failure_is_reported_though_there_is_no_place_for_logs(script: Path, tmp_path: Path) -> None:
+    script.write_text(LOSES_A_PEER)
+    (tmp_path / "tmp").mkdir()
+    command = [*LAUNCHER, "--nproc-per-node", "2", script]
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "worker 1 failed first: exit code 7" in done.stderr) == (7, True), done.stderr
+
+
 CALL_FAILS = """
 import os
 import zmqgrad.rpc as rpc

@@ -86,9 +86,13 @@ def _keep_shortened(result: Result, tail: Tails) -> Path | None:
     shortened = [rank for rank in ranks if tail(rank).was_shortened]
     if not shortened:
         return None
-    directory = Path(tempfile.mkdtemp(prefix="worker-logs-"))
-    for rank in shortened:
-        (directory / f"worker-{rank}.stderr.log").write_text("\n".join(tail(rank).lines) + "\n")
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="worker-logs-"))
+        for rank in shortened:
+            (directory / f"worker-{rank}.stderr.log").write_text("\n".join(tail(rank).lines) + "\n")
+    except OSError as error:
+        _print_error(f"cannot keep what was left out of the output: {error}")
+        return None
     return directory
 
 
