@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import re
 import socket
 import threading
@@ -96,6 +97,20 @@ def test_timeouts_set_by_torch_reach_our_store(ours: TorchStore) -> None:
     assert ours.underlying.timeout == timedelta(milliseconds=10)
     with pytest.raises(TimeoutError, match=r"0\.02 s"):
         view.wait(["none"], timedelta(milliseconds=20))
+
+
+@pytest.mark.parametrize("timeout", [math.inf, timedelta.max, timedelta(microseconds=400)])
+def test_a_timeout_that_torch_cannot_hold_stays_that_of_our_store(timeout: float | timedelta) -> None:
+    with HashStore(timeout) as store:
+        before = store.timeout
+        ours = as_torch_store(store)
+        ours.set("k", "v")
+        assert dist.PrefixStore("", ours).timeout >= timedelta(0)
+        assert ours.get("k") == b"v"
+        assert store.timeout == before
+        ours.set_timeout(timedelta.max)
+        assert min(ours.timeout, store.timeout) > timedelta(days=365)
+        ours.close()
 
 
 @pytest.mark.slow

@@ -21,6 +21,9 @@ CStore: Any = distributed_c10d.Store  # torch's stubs lack it
 
 _CQueueEmptyError: Any = getattr(torch.distributed, "QueueEmptyError", DistStoreError)  # since torch 2.8
 
+_MAX_TIMEOUT = timedelta(days=36500)
+"""A longer one, such as that of a store without a limit, is negative in torch's C++, which has 64 bits."""
+
 _kept: set[TorchStore] = set()
 
 
@@ -64,8 +67,8 @@ class TorchStore(CStore):  # type: ignore[misc]
         super().__init__()
         self._store = store
         self._clones: list[TorchStore] = []
-        super().set_timeout(store.timeout)
-        self._timeout = store.timeout
+        super().set_timeout(min(store.timeout, _MAX_TIMEOUT))
+        self._timeout: timedelta = self.timeout  # in the C++ part's whole milliseconds
 
     @property
     def underlying(self) -> Store:
@@ -151,7 +154,7 @@ class TorchStore(CStore):  # type: ignore[misc]
             self._timed().barrier(key, world_size, timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        super().set_timeout(timeout)
+        super().set_timeout(min(timeout, _MAX_TIMEOUT))
         self._timed()
 
     def clone(self) -> TorchStore:
