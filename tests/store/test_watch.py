@@ -447,6 +447,19 @@ def test_a_callback_may_close_its_store() -> None:
             client.get("k1")
 
 
+def test_a_local_store_that_closes_ends_its_watches_and_no_others() -> None:
+    seen = queue.Queue[Change]()
+    with HashStore(PATIENCE) as store:
+        store.watch_key("both", lambda old, new: seen.put((old, new)))
+        with store.clone() as clone:
+            for key in ("both", "its own"):
+                clone.watch_key(key, lambda old, new: None)
+            assert store.statistics()["watched"] == 2
+        assert store.statistics()["watched"] == 1
+        store.set("both", "1")
+        assert seen.get(timeout=PATIENCE) == (None, b"1")
+
+
 def test_closed_stores_refuse_watches(store: Store) -> None:
     beneath = store.underlying_store if isinstance(store, PrefixStore) else store
     beneath.close()

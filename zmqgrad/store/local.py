@@ -50,7 +50,14 @@ class Table:
             for promise in waiting:
                 self.state.cancel(promise)  # otherwise it would take the next item from the clones
                 promise.set_result(StoreRefused(Refusal.CLOSING, "the store is closing"))
-        registry.close()
+        self.forget_unwatched(*registry.close())
+
+    def forget_unwatched(self, *targets: Target) -> None:
+        """Make no more notifications of those ``targets`` that no store watches any more."""
+        with self.lock:
+            for target in targets:
+                if not any(registry.is_watched(target) for registry in self.registries):
+                    self.state.unwatch(target)
 
 
 class HashStore(Store):
@@ -109,9 +116,7 @@ class HashStore(Store):
         return as_registration(self._request(watch_query(target), self._timeout))
 
     def _on_unwatched(self, target: Target) -> None:
-        with self._table.lock:
-            if not any(registry.is_watched(target) for registry in self._table.registries):
-                self._table.state.unwatch(target)
+        self._table.forget_unwatched(target)
 
     def statistics(self) -> dict[str, int]:
         """Number of keys, queues, blocked calls (``parked``) and watched keys, and the revision."""

@@ -320,23 +320,24 @@ class WatchRegistry:
             if not self._closed:
                 self._timer.call_later(RENEW_SECONDS, self._schedule_renewal)
 
-    def close(self) -> None:
-        """End all watches, and wait for running callbacks. Idempotent."""
+    def close(self) -> list[Target]:
+        """End all watches, and wait for running callbacks. Idempotent. Returns what was watched."""
         with self._lock:
             already, self._closed = self._closed, True
-            pool, timer = self._pool, self._timer
+            pool, timer, targets = self._pool, self._timer, list(self._targets)
             ended = [each for watched in self._targets.values() for each in watched.end(None)]
             self._targets.clear()
         for each in ended:
             each.handler.end()
         if already or pool is None or timer is None:
-            return
+            return targets
         pool.close()
         timer.close()
         deadline = Deadline.after(CLOSE_SECONDS)
         left = pool.join(deadline) + timer.join(deadline)
         if left:
             logger.warning("%s: callbacks still run in %s", self._name, ", ".join(left))
+        return targets
 
 
 def weak(register: Callable[[Target], Registration]) -> Callable[[Target], Registration]:
