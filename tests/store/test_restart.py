@@ -493,7 +493,8 @@ def test_acknowledged_writes_survive_sigkill_in_the_middle_of_writes(tmp_path: P
     assert process.returncode == 0
 
 
-def test_a_late_repetition_of_a_query_that_changed_nothing_changes_nothing(world: World) -> None:
+@pytest.mark.parametrize("fate", ["arrives", "restart"])
+def test_a_late_repetition_of_a_query_that_changed_nothing_changes_nothing(world: World, fate: str) -> None:
     """Meanwhile another client has made it a query that would."""
     query = encode(StoreDeleteKey("key"), 0, 77, 1)
     with (
@@ -508,6 +509,7 @@ def test_a_late_repetition_of_a_query_that_changed_nothing_changes_nothing(world
         dealer.connect(f"tcp://127.0.0.1:{world.server.port}")
         for value in ("", "value"):
             if value:
+                world.strike(fate)
                 store.set("key", value)
             dealer.send(query)
             assert decode(dealer.recv())[1] == StoreNumber(0)

@@ -67,8 +67,6 @@ class Contents:
 
     def __init__(self) -> None:
         self.revision = 0
-        self.changes = 0
-        """Number of changes of keys and queues."""
         self.values: dict[str, bytes] = {}
         self.queues: dict[str, deque[Item]] = {}  # only non-empty ones
         self.recorder: Journal | None = None
@@ -95,7 +93,6 @@ class Contents:
         values = self.values
         old = values.get(key)
         values[key] = value
-        self.changes += 1
         self.revision += 1
         if old is None and key.startswith(INTERNAL_PREFIX):
             self._num_internal += 1
@@ -110,7 +107,6 @@ class Contents:
         if old is None:
             return False
         self._num_internal -= key.startswith(INTERNAL_PREFIX)
-        self.changes += 1
         self.revision += 1
         if self.recorder is not None:
             self.recorder.delete(key)
@@ -146,7 +142,6 @@ class Contents:
 
     def push(self, name: str, value: bytes) -> None:
         """Append ``value`` to the queue ``name``."""
-        self.changes += 1
         self.last_item += 1
         item = Item(self.last_item, value)
         self.queues.setdefault(name, deque()).append(item)
@@ -155,7 +150,6 @@ class Contents:
 
     def pop(self, name: str) -> Item:
         """Remove the first item of the non-empty queue ``name``; then call ``delivered`` or ``restore``."""
-        self.changes += 1
         queue = self.queues[name]
         item = queue.popleft()
         if not queue:

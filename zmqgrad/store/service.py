@@ -163,8 +163,6 @@ class StoreService:
         if last is not None and request_id <= last[0] and self._is_stale(route, client_id, request_id, query):
             return
         others: list[Effect] = []
-        contents = self._contents
-        before = contents.changes
         reply = CHANGES[type(query)](self.state, query, others)
         # Also if nothing changed: a late repetition might change something by then.
         self._replies.remember(client_id, request_id, reply)
@@ -173,8 +171,7 @@ class StoreService:
                 self._deliver(others)
             self.reply(route, request_id, reply)
             return
-        if contents.changes != before:
-            self._journal.remember(client_id, request_id, reply)
+        self._journal.remember(client_id, request_id, reply)
         self._uncommitted += [*others, Reply(Requester(route, client_id, request_id, query), reply)]
 
     def _pop(self, route: Route, client_id: int, request_id: int, query: StoreQueuePop) -> None:
