@@ -21,8 +21,8 @@ from tests.support.etcd import EtcdCluster, needs_etcd
 from tests.support.waiting import eventually
 from zmqgrad.errors import ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.future import Promise
-from zmqgrad.store import EtcdStore, FileStore, HashStore, PrefixStore, Store, TCPStore, connection
-from zmqgrad.wire.messages import MAX_KEY, MAX_VALUE
+from zmqgrad.store import EtcdStore, FileStore, HashStore, PrefixStore, Store, TCPStore, arguments, connection
+from zmqgrad.wire.messages import MAX_KEY
 
 PATIENCE = 20.0
 
@@ -126,6 +126,27 @@ def test_values_come_back_as_bytes(store: Store) -> None:
     store.set(b"k", bytearray(b"other"))  # type: ignore[arg-type]
     assert store.get("k") == b"other"
     assert store.get(b"k") == b"other"  # type: ignore[arg-type]
+
+
+class Text(str):
+    """As NumPy's ``str_``, which its arrays of names consist of."""
+
+    __slots__ = ()
+
+
+class Data(bytes):
+    """As NumPy's ``bytes_``."""
+
+
+def test_keys_and_values_of_subclasses(store: Store) -> None:
+    store.set(Text("a"), Data(b"1"))
+    store.multi_set([Text("b"), "c"], [Text("2"), Data(b"3")])
+    store.queue_push(Text("q"), Data(b"4"))
+    got = [*store.multi_get(["a", Text("b"), "c"]), store.queue_pop(Text("q"))]
+    assert [(type(value), value) for value in got] == [(bytes, b"%d" % n) for n in (1, 2, 3, 4)]
+    assert store.check([Text("a")])
+    assert {*map(type, store.list_keys(Text("")))} == {str}
+    assert store.add(Text("a"), 1) == 2
 
 
 def test_large_values(store: Store) -> None:
@@ -447,13 +468,10 @@ def test_wrong_arguments_are_named(
     assert store.get("k") == b"still works"
 
 
-def test_a_value_over_the_limit() -> None:
-    class Huge(bytes):
-        def __len__(self) -> int:
-            return MAX_VALUE + 1
-
-    with HashStore() as store, pytest.raises(ConfigurationError, match=f"at most {MAX_VALUE}"):
-        store.set("k", Huge())
+def test_a_value_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "MAX_VALUE", 9)  # the real one is 256 MB
+    with HashStore() as store, pytest.raises(ConfigurationError, match=r"of 10 bytes \(at most 9"):
+        store.set("k", bytes(10))
 
 
 def test_a_closed_store_raises(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:

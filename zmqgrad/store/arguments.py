@@ -37,7 +37,9 @@ def as_key(key: str | bytes) -> str:
     if type(key) is not str:
         if isinstance(key, (bytes, bytearray)):
             key = _as_text(bytes(key))
-        elif not isinstance(key, str):
+        elif isinstance(key, str):
+            key = str.__str__(key)  # of a subclass, such as NumPy's
+        else:
             raise ArgumentTypeError(f"a key must be a str, not {type(key).__name__}")
     if not key.isascii():
         try:
@@ -74,7 +76,7 @@ def as_value(value: object) -> bytes:
     Raises:
         ArgumentTypeError, ConfigurationError: if it is not a valid value.
     """
-    if not isinstance(value, bytes):
+    if type(value) is not bytes:
         if isinstance(value, str):
             try:
                 value = value.encode()
@@ -82,7 +84,7 @@ def as_value(value: object) -> bytes:
                 raise ConfigurationError(
                     f"a value that is no Unicode text: {value[:40]!r}. Pass bytes, or replace its surrogates"
                 ) from e
-        elif isinstance(value, (bytearray, memoryview)):
+        elif isinstance(value, (bytes, bytearray, memoryview)):
             value = bytes(value)
         else:
             raise ArgumentTypeError(f"a value must be bytes or str, not {type(value).__name__}")
