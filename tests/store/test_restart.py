@@ -225,6 +225,35 @@ def test_an_unacknowledged_item_returns_to_the_head(tmp_path: Path) -> None:
     world.close()
 
 
+def test_an_item_that_two_dead_clients_were_offered_returns_once() -> None:
+    """The first one dies when it has popped the item, the second while it waits for one."""
+    clock = ManualClock()
+    world = World(clock=clock)
+    with TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as store:
+        first, second = world.connect(timeout=0.5), world.connect()
+        store.queue_push("q", "item")
+        world.relay.fate = lambda direction, chunk: "drop" if direction == "to client" else "pass"
+        with pytest.raises(StoreTimeoutError):
+            first.queue_pop("q")
+        world.relay.fate = passes
+        thread = threading.Thread(target=_pop_until_closed, args=(second, []))
+        thread.start()
+        eventually(lambda: world.server.statistics()["parked"], lambda parked: parked == 1)
+        world.relay.refusing = True
+        world.relay.cut()
+        eventually(lambda: world.relay.connections, lambda connections: connections == 0)
+        clock.advance(RENEW_SECONDS + SWEEP_SECONDS)  # the server was stopped for so long, say
+        store.add("n", 1)  # which makes it look at the clock
+        eventually(lambda: store.queue_len("q"), lambda length: length > 0)
+        assert store.queue_pop("q", False) == b"item"
+        with pytest.raises(QueueEmptyError):
+            store.queue_pop("q", False)
+        for client in (first, second):
+            client.close()
+        thread.join(PATIENCE)
+    world.close()
+
+
 def test_an_undeliverable_item_goes_to_the_next_blocked_pop(world: World) -> None:
     """ROUTER_MANDATORY tells at once that a client's connection is gone."""
     with TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as store:

@@ -357,7 +357,8 @@ class StoreService:
 
     def _sweep(self, now: float) -> None:
         for entry in self._requesters.expired(now):
-            self._give_up(entry)
+            if self._open.get(entry.client_id) is entry:  # else it was offered the item of one before
+                self._give_up(entry)
         for target in self._watches.expire(now):
             self.state.unwatch(target)
         late = [nonce for nonce, (_, deadline) in self._unsubscribed.items() if deadline <= now]
