@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,6 +61,21 @@ def test_messages_bytes_and_latencies_are_counted(registry: CollectorRegistry) -
         latency = {"worker": "worker0", "type": "CALL"}
         assert value(registry, "zmqgrad_request_seconds_count", **latency) == 5
         assert value(registry, "zmqgrad_request_seconds_sum", **latency)
+
+
+def test_counting_again_in_a_registry_goes_on() -> None:
+    registry, sent = CollectorRegistry(), {"worker": "worker0", "type": "CALL", "direction": "sent"}
+    with cluster(2):
+        for _ in range(2):
+            with prometheus.serve(0, registry=registry):
+                rpc.rpc_sync("worker1", double, args=(torch.ones(2),))
+            rpc.rpc_sync("worker1", double, args=(torch.ones(2),))  # not counted
+    assert value(registry, "zmqgrad_messages_total", **sent) == 2
+    assert value(registry, "zmqgrad_requests_running", worker="worker1") == 0
+    known = weakref.ref(registry)
+    del registry
+    gc.collect()
+    assert known() is None
 
 
 def test_gradients_leave_no_request_queued(registry: CollectorRegistry) -> None:

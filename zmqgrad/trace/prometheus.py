@@ -11,6 +11,7 @@ Needs the extra ``zmqgrad[prometheus]``. A trace that is recorded (ZMQGRAD_TRACE
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache, partial
@@ -57,6 +58,10 @@ class Metrics:
         self.queued = gauge("zmqgrad_requests_queued", "Requests that wait for a thread.", worker)
         self.running = gauge("zmqgrad_requests_running", "Requests that threads serve.", worker)
         self.lost = counter("zmqgrad_peers_lost", "Workers that were declared lost.", worker)
+
+
+_known: weakref.WeakKeyDictionary[CollectorRegistry, Metrics] = weakref.WeakKeyDictionary()
+"""What was counted, by registry, which takes each name only once: counting again goes on from there."""
 
 
 class Counting:
@@ -165,7 +170,8 @@ class _NoTracer:
 def count(registry: CollectorRegistry | None = None) -> CollectorRegistry:
     """Counts from now on, in ``registry`` (None: a new one), which the program serves itself.
 
-    Workers and stores that exist already are included. Called again, it counts in the new one only.
+    Workers and stores that exist already are included. Called again, it counts in the new one only. In a
+    registry that was counted in before, the counters go on from where they were.
 
     Returns:
         The registry.
@@ -182,7 +188,10 @@ def count(registry: CollectorRegistry | None = None) -> CollectorRegistry:
     registry = CollectorRegistry() if registry is None else registry
     before = tapping.active()
     inner = before.inner if isinstance(before, Counting) else before
-    tapping.activate(Counting(Metrics(registry), inner))
+    metrics = _known.get(registry)
+    if metrics is None:
+        metrics = _known[registry] = Metrics(registry)
+    tapping.activate(Counting(metrics, inner))
     return registry
 
 
