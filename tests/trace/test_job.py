@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from zmqgrad.errors import TraceError
-from zmqgrad.trace import Job, events, log
+from zmqgrad.trace import Job, events, log, pairing
 from zmqgrad.trace.events import tag_of
 from zmqgrad.wire.messages import MessageType
 
@@ -223,3 +224,30 @@ def test_a_wall_clock_that_is_set_is_noted_and_changes_no_time(tmp_path: Path) -
     job = Job(tmp_path)
     assert [p.jumps for p in job.processes if p.path == a.path] == [[SECOND]]
     assert len(list(job.calls())) == 2
+
+
+def test_reports_of_passes_are_paired_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairing, "MAX_OPEN", 100)
+    a, b = Writer(tmp_path, 0, clock="boot"), Writer(tmp_path, 1, clock="boot")
+    a.knows(b)
+    b.knows(a)
+    kind, passes = int(MessageType.BACKWARD_AUTOGRAD_RESP), 20_000
+    for number in range(1, passes + 1):
+        for i in range(2):  # several reports have the id of their pass
+            b.message(True, number * 1000 + i, kind, 0, number)
+            a.message(False, number * 1000 + 100 + i, kind, 1, number)
+        if number % 500 == 0:
+            a.write()
+            b.write()
+    job = Job(tmp_path)
+    messages = job.messages()
+    next(messages)
+    tracemalloc.start()
+    try:
+        assert sum(m.transfer == 100 for m in messages) == 2 * passes - 1
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000  # what was kept of each pass took 300 bytes

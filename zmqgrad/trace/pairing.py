@@ -47,6 +47,7 @@ class Pairing:
         self._published: dict[Key, Message] = {}
         self._routes: dict[tuple[int, int], int] = {}  # channel by connection of a server
         self._counts: dict[Key, int] = {}
+        self._repeats: Open[int] = Open()  # the same of passes, of which the last ones count
         self._name_keys: dict[str, int] = {}
 
     def run(self, entries: Iterable[Entry]) -> Iterator[Message]:
@@ -105,8 +106,9 @@ class Pairing:
             key = (source, actor.rank, event.message_id, event.kind)
         if event.message_id and event.kind not in REPEATED:
             return key
-        counter = (*key, outgoing)
-        count = self._counts[counter] = self._counts.get(counter, 0) + 1
+        counter, counts = (*key, outgoing), self._repeats if event.message_id else self._counts
+        count = counts[counter] = counts.get(counter, 0) + 1
+        self._repeats.evict()
         return (*key, count)
 
     def _notification(
