@@ -16,7 +16,7 @@ from zmqgrad import rpc
 from zmqgrad.__main__ import main
 from zmqgrad.errors import GroupError, TraceError
 from zmqgrad.testing import cluster
-from zmqgrad.trace import Job, record
+from zmqgrad.trace import Job, log, record
 from zmqgrad.trace.events import (
     ActorStarted,
     ContextCreated,
@@ -180,6 +180,16 @@ def test_the_file_is_compressed_by_its_suffix_and_is_whole_or_not_there(
     assert command(plain) == command(tmp_path / "other.json") == 1
     assert plain.read_bytes() == before
     assert sorted(tmp_path.iterdir()) == there
+
+
+def test_processes_of_one_pid_in_many_containers_keep_numbers_that_viewers_read(tmp_path: Path) -> None:
+    for i in range(450):
+        info = ProcessInfo(f"pod{i}", 1, 0, 0, "boot")
+        start = (tag_of(ActorStarted), 0, 1, Role.WORKER, f"w{i}", i, 1000 + i, "j", "")
+        (tmp_path / f"{i}.zgtrace").write_bytes(log.header(info) + log.record([start]))
+    numbers = Timeline(Job(tmp_path)).pids.values()
+    assert len(set(numbers)) == 450
+    assert max(numbers) < 1 << 31
 
 
 # ---- profiles -------------------------------------------------------------------------------------------

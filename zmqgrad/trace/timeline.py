@@ -302,12 +302,14 @@ def _fields(message: Message, more: Args | None = None) -> dict[str, Any]:
 
 
 def _numbers(job: Job) -> dict[int, int]:
-    """Their system pids; of several hosts these may be the same, and are then moved out of the way."""
+    """Their system pids, or, if another process has that number in its container, one above them all."""
     numbers: dict[int, int] = {}
+    taken: set[int] = set()
     for process in job.processes:
         pid = MAX_PID + process.info.pid  # above the numbers of threads: Perfetto compares both
-        while pid in numbers.values():
-            pid += MAX_PID
+        if pid in taken:
+            pid = 2 * MAX_PID + len(taken)  # viewers have 31 bits for it
+        taken.add(pid)
         numbers[id(process)] = pid
     return numbers
 
