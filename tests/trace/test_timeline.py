@@ -250,6 +250,18 @@ def test_files_that_are_no_profile_of_the_job_are_refused(tmp_path: Path, conten
         list(profile_events(Timeline(job), job, path))
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"ts": "soon"}, {"ts": None}, {"ts": 1e308}, {"tid": [7]}, {"ph": "M", "tid": 8, "args": None}]
+)
+def test_a_profile_with_an_event_of_other_types_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    two(tmp_path, 1, skew=0, clock="boot")
+    job = Job(tmp_path)
+    event = {"ph": "X", "name": "thread_name", "pid": 101, "tid": 7, "ts": 1.0, **wrong}
+    path = profile(tmp_path / "p.json", traceEvents=[event])
+    with pytest.raises(TraceError, match="is no trace of"):
+        list(profile_events(Timeline(job), job, path))
+
+
 def test_a_profile_whose_process_is_not_unique_is_refused(tmp_path: Path) -> None:
     two(tmp_path, 1, skew=0, clock="boot")
     twin = Writer(tmp_path, 1, incarnation=5)

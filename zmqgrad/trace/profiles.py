@@ -36,6 +36,13 @@ def profile_events(timeline: Timeline, job: Job, path: Path, number: int = 0) ->
     Raises:
         TraceError: if it cannot be read, is no trace of torch.profiler, or of no process of the job.
     """
+    try:
+        yield from _events(timeline, job, path, number)
+    except (TypeError, ValueError, AttributeError, OverflowError) as e:
+        raise TraceError(f"{path} is no trace of torch.profiler: {e}") from e
+
+
+def _events(timeline: Timeline, job: Job, path: Path, number: int) -> Iterator[Event]:
     trace = _read(path)
     events = [e for e in trace["traceEvents"] if isinstance(e, dict)]
     process = _process(job, path, trace, events)
