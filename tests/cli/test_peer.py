@@ -50,6 +50,26 @@ def by_name(checks: list[Check]) -> dict[str, Status]:
     return {check.name: check.status for check in checks}
 
 
+def test_a_stranger_at_the_port_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    hello = {"challenge": "", "secured": True, "host": "\x1b]0;x\x07", "at": "", "client": ""}
+
+    def serve(server: socket.socket) -> None:
+        stream, _ = server.accept()
+        with stream:
+            stream.sendall(GREETING + json.dumps(hello).encode() + b"\n")
+            stream.recv(4096)
+            stream.sendall(b'{"accepted": false}\n')
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        assert main(["doctor", "--peer", f"127.0.0.1:{server.getsockname()[1]}"]) == 1
+        thread.join()
+    out = capsys.readouterr().out
+    assert "zmqgrad doctor --listen on \\x1b]0;x\\x07" in out
+    assert "\x1b" not in out
+
+
 def test_a_listener_on_this_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ZMQGRAD_SECRET", SECRET)
     with listener(SECRET) as port:

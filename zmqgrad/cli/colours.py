@@ -1,4 +1,4 @@
-"""Colours of terminals: where they are wanted (see no-color.org), and text in one of them."""
+"""Colours of terminals: where they are wanted (see no-color.org), and text in one of them; text of others."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ def paint(text: str, colour: int | None) -> str:
     if colour is None or not sys.stdout.isatty() or not wants_colour(environment.inherited()):
         return text
     return f"\x1b[{colour}m{text}\x1b[0m"
+
+
+def escaped(text: str, kept: str = "") -> str:
+    """``text`` of others; control characters but those in ``kept``, which command a terminal, are escaped."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from zmqgrad import environment
 from zmqgrad.cli.checks import Check, Status, all_checks
-from zmqgrad.cli.colours import GREEN, RED, YELLOW, paint
+from zmqgrad.cli.colours import GREEN, RED, YELLOW, escaped, paint
 from zmqgrad.cli.parser import describe
 from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.elastic.endpoint import parse_endpoint
@@ -117,7 +117,7 @@ def table(checks: Sequence[Check], columns: int = MAX_WIDTH) -> str:
 def _wrapped(text: str, first: str, others: str, columns: int) -> list[str]:
     width = max(MIN_WIDTH, min(columns, MAX_WIDTH))
     return textwrap.wrap(
-        text,
+        escaped(text, "\n\t"),  # a peer tells its name
         width,
         initial_indent=first,
         subsequent_indent=others,

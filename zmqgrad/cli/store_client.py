@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from zmqgrad import environment
+from zmqgrad.cli.colours import escaped
 from zmqgrad.cli.parser import EXIT_FAILED
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.store.addresses import connecting_address
@@ -140,11 +141,6 @@ def show(value: bytes, limit: int | None = None) -> str:
     text = value[: None if limit is None else 4 * (limit + 1)].decode(errors="backslashreplace")
     text = escaped(text, kept)
     return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def escaped(text: str, kept: str = "") -> str:
-    """``text`` with control characters but those in ``kept`` escaped: a key is text of others, too."""
-    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def as_json(value: bytes | None, name: str = "value") -> dict[str, Any]:
