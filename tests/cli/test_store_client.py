@@ -85,6 +85,27 @@ def test_keys(ask: Ask, store: TCPStore) -> None:
     assert found[0] == {"key": "a", "value": "1"}
 
 
+def test_json_is_valid_in_all_encodings_and_does_not_command_the_terminal(
+    ask: Ask, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.set("k", "\x9b2Jé\U0001f600")
+    for encoding in ("utf-8", "ascii"):
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["store", "get", "k", "--endpoint", f":{store.port}", "--json"]) == 0
+        stdout.seek(0)
+        text = stdout.read()
+        assert json.loads(text)["value"] == "\x9b2Jé\U0001f600"
+        assert "\x9b" not in text
+
+
+def test_a_value_from_a_closed_stdin(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = ask("set", "k", "-")
+    assert code == 2
+    assert "stdin, which is closed" in err
+
+
 def test_keys_do_not_command_the_terminal(ask: Ask, store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = TCPStore.watch_prefix
 

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from zmqgrad import environment
-from zmqgrad.cli.colours import escaped
+from zmqgrad.cli.colours import escaped, escaped_json
 from zmqgrad.cli.parser import EXIT_FAILED
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.store.addresses import connecting_address
@@ -154,7 +154,7 @@ def as_json(value: bytes | None, name: str = "value") -> dict[str, Any]:
 
 
 def _print(arguments: argparse.Namespace, text: str, found: object) -> None:
-    print(json.dumps(found, ensure_ascii=False) if arguments.json else text)
+    print(escaped_json(json.dumps(found, ensure_ascii=False)) if arguments.json else text)
 
 
 def _missing(name: str, keys: list[str], when: str = "") -> int:
@@ -179,7 +179,12 @@ def _get(store: Store, arguments: argparse.Namespace) -> int:
 
 
 def _set(store: Store, arguments: argparse.Namespace) -> int:
-    value = sys.stdin.buffer.read() if arguments.value == "-" else os.fsencode(arguments.value)
+    if arguments.value != "-":
+        value = os.fsencode(arguments.value)
+    elif sys.stdin is not None:
+        value = sys.stdin.buffer.read()
+    else:
+        raise ConfigurationError("the value - is read from stdin, which is closed")
     store.set(arguments.key, value)
     return 0
 

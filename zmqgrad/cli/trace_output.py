@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from zmqgrad import environment
+from zmqgrad.cli.colours import escaped_json
 from zmqgrad.errors import ConfigurationError, TraceError
 from zmqgrad.runtime.clock import local_time, monotonic_ns
 from zmqgrad.trace import Job, Process
@@ -35,8 +35,6 @@ MANY_EVENTS = 2_000_000
 PROGRESS_NANOSECONDS = 5_000_000_000
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_CONTROL_IN_JSON = re.compile(r"[\x7f-\x9f]")
-_BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
 
 
 def add_view_arguments(
@@ -229,15 +227,10 @@ def printable(text: str) -> str:
 
 
 def print_json(value: Any, indent: int = 0) -> None:
-    """Print ``value`` as JSON, for a terminal: JSON itself lets control characters from 0x7f on stand.
-
-    What the encoding of stdout may lack is escaped as well.
-    """
+    """Print ``value`` as JSON, fit for a terminal."""
     encoded = msgspec.json.encode(value)
     text = (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
-    is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    escaped = _CONTROL_IN_JSON if is_unicode else _BEYOND_ASCII
-    print(escaped.sub(lambda match: json.dumps(match[0])[1:-1], text))
+    print(escaped_json(text))
 
 
 def clock_text(wall: int) -> str:
