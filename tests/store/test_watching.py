@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.support.waiting import eventually
 from tools.ports import free_port
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, WatchEvent
+from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, WatchEvent, watch
 from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
 from zmqgrad.store.effects import Notification
 from zmqgrad.store.events import EventBacklog
@@ -378,3 +379,48 @@ def test_ten_thousand_updates_and_restarts_end_with_the_last_value(tmp_path: Pat
         assert ended.wait(PATIENCE)
         assert all(before[1] == after[0] for before, after in itertools.pairwise(slow_saw))
     server.close()
+
+
+def only_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system refuse to start other threads."""
+    start = threading.Thread.start
+
+    def start_or_refuse(self: threading.Thread) -> None:
+        if not self.name.endswith("-service"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+
+
+def test_a_change_reaches_others_though_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "RETRY_SECONDS", 0.01)
+    seen: list[bytes | None] = []
+    with HashStore() as store, ThreadPoolExecutor(1) as threads:
+        store.watch_key("key", lambda old, new: seen.append(new))
+        waiting = threads.submit(store.get, "key")
+        eventually(lambda: store.statistics()["parked"])
+        with monkeypatch.context() as without:
+            only_services(without)
+            store.set("key", "1")
+            assert waiting.result(20.0) == b"1"
+            assert not seen
+        eventually(lambda: seen == [b"1"])
+
+
+def test_a_file_is_watched_once_there_is_a_thread_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes | None] = []
+
+    def begin() -> None:
+        store.watch_key("key", lambda old, new: seen.append(new))
+
+    with FileStore(str(tmp_path / "store")) as store:
+        with monkeypatch.context() as without:
+            only_services(without)
+            with pytest.raises(RuntimeError, match="can't start"):
+                begin()
+        begin()
+        store.set("key", "1")
+        eventually(lambda: seen and seen[-1] == b"1")

@@ -238,7 +238,11 @@ class FileConnection:
         with self.lock:
             if self._watcher is None and not self._closed:
                 self._watcher = threading.Thread(target=self._watch, name=f"{self.name}-watch", daemon=True)
-                self._watcher.start()
+                try:
+                    self._watcher.start()
+                except RuntimeError:  # no thread can be started
+                    self._watcher = None
+                    raise
 
     def _watch(self) -> None:
         seen = (-1, -1)

@@ -32,7 +32,7 @@ from zmqgrad.wire.messages import (
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""Pause after a failed registration."""
+"""Pause after a failed registration, or if no thread can be started."""
 
 RENEW_SECONDS = 5.0
 """Interval at which a client renews its watches at the server."""
@@ -251,7 +251,7 @@ class WatchRegistry:
         """Queue ``events`` for the handlers, and register again if needed. Called with the lock held."""
         if self._closed or self._pool is None:
             return
-        submit = submit or self._pool.submit
+        submit = submit or self._submit
         for each in watched.subscriptions if events else ():
             if each.present:
                 continue
@@ -263,6 +263,16 @@ class WatchRegistry:
         if not watched.cache.live and watched.cache.revision >= 0 and not watched.resyncing:
             watched.resyncing = True
             submit(partial(self._resync, target, watched))
+
+    def _submit(self, task: Task) -> None:
+        """Run ``task`` in one of the registry's own threads: later, if the system refuses to start one."""
+        assert self._pool is not None
+        assert self._timer is not None
+        try:
+            self._pool.submit(task)
+        except RuntimeError as e:  # also if it is closed, as the timer is next
+            logger.warning("%s: a task has to wait: %s", self._name, e)
+            self._timer.call_later(RETRY_SECONDS, partial(self._submit, task))
 
     def _run_handler(self, target: Target, subscription: _Subscription) -> None:
         while True:
@@ -308,7 +318,7 @@ class WatchRegistry:
     def _schedule_renewal(self) -> None:
         with self._lock:
             if not self._closed and self._pool is not None:
-                self._pool.submit(self._run_renewal)
+                self._submit(self._run_renewal)
 
     def _run_renewal(self) -> None:
         assert self._renew is not None
