@@ -249,5 +249,11 @@ def test_a_reader_whose_thread_cannot_start_ends_when_it_is_closed(monkeypatch: 
         reader.close()
         assert reader.join(Deadline.after(WAIT)) == []
     assert ended == ["ended", "ended"]
+    done, later = threading.Event(), Reader("later", lambda: None)
+    later.start(pool.serve_from)
+    later.post(done.set)
+    assert done.wait(WAIT)
+    later.close()
+    assert later.join(Deadline.after(WAIT)) == []
     pool.close()
     assert pool.join(Deadline.after(WAIT)) == []

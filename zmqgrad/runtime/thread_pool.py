@@ -132,11 +132,11 @@ class ThreadPool:
         """Gives the lead to a follower, starting one if there is none. Called with the lock held."""
         source.promote()
         if not self._followers:
-            self._followers = 1
             if self._idle:
                 self._idle -= 1
             else:
                 self._spawn()
+            self._followers = 1  # last, as the system may refuse to start one
             self._tasks.put(partial(self._follow, source))
 
     def _follow(self, source: Source) -> None:
