@@ -542,6 +542,30 @@ def test_gradients_of_constants_are_dropped_where_nodes_run_one_by_one(c: Cluste
         assert_gradients(ctx, (w, [7.0]))
 
 
+@pytest.mark.parametrize("hooked", ["its node", "the leaf"])
+def test_a_leaf_that_is_frozen_after_its_use_gets_no_gradient_where_it_has_hooks(
+    c: Cluster, hooked: str
+) -> None:
+    def seen_in(differentiate: Callable[[Tensor], None]) -> tuple[list[Any], Any]:
+        w, seen = leaf(3), list[Any]()
+        y = w * 2
+        node = y.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        if hooked == "the leaf":
+            w.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        else:
+            node.register_hook(lambda *gradients: seen.append(gradients[1][0].item()))
+        w.requires_grad_(False)
+        differentiate(y)
+        return seen, w.grad
+
+    def in_a_context(y: Tensor) -> None:
+        with context() as ctx:
+            backward(ctx, [rpc.rpc_sync(1, same, (y,)).sum()])
+            assert_gradients(ctx)
+
+    assert seen_in(in_a_context) == seen_in(lambda y: y.sum().backward())  # type: ignore[no-untyped-call]
+
+
 def test_a_hook_of_a_tensor_sees_the_whole_gradient_once(c: Cluster) -> None:
     w = leaf(1)
     seen: list[float] = []

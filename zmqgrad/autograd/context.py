@@ -263,7 +263,9 @@ class Context:
         """Whether this pass was forgotten. The caller holds ``pass_lock``."""
         return number in self._forgotten
 
-    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool = False) -> torch.Tensor:
+    def accumulate(
+        self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool = False
+    ) -> torch.Tensor | None:
         """Add ``gradient`` to the gradient of ``leaf``, unless the leaf no longer requires grad.
 
         Args:
@@ -272,10 +274,10 @@ class Context:
             shared: whether anything else holds ``gradient``.
 
         Returns:
-            The sum.
+            The sum; for a leaf that no longer requires grad what it has, if anything.
         """
         if not leaf.requires_grad:
-            return gradient
+            return self.gradient(leaf)
         with self._lock:
             self._close_sums((id(leaf),))
             present = self._gradients.get(id(leaf))
