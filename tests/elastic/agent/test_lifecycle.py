@@ -270,10 +270,13 @@ def test_rule_6_while_it_joins_and_again_while_it_leaves() -> None:
     assert lifecycle.handle(SignalReceived(signal.SIGTERM)) == [Result(143, interrupted_by=signal.SIGTERM)]
 
 
-def test_rule_6_a_signal_while_the_workers_end_after_a_failure() -> None:
+@pytest.mark.parametrize("is_held", [False, True], ids=["while workers end", "while it is held"])
+def test_rule_6_a_signal_after_a_failure(is_held: bool) -> None:
     lifecycle = running()
-    assert lifecycle.handle(SignalReceived(signal.SIGTERM)) == []
-    assert lifecycle.handle(FAILED) == [Leave(close=False)]
+    signalled = SignalReceived(signal.SIGTERM)
+    first, second = (FAILED, signalled) if is_held else (signalled, FAILED)
+    assert lifecycle.handle(first) == ([Hold(), Ask(1)] if is_held else [])
+    assert lifecycle.handle(second) == [Leave(close=False)]
     failure = Failure(2, 1, 1, True, ("the reason",), "10.0.0.1")
     fault = "worker 2 of node 1 at 10.0.0.1 (exit code 1)"
     result = Result(1, FAILED.outcome, failure, at_fault=fault, tried="0 of 3 restarts")

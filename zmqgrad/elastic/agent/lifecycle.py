@@ -304,9 +304,15 @@ class Lifecycle:
         self._has_signal = True
         if self.phase in (Phase.RUNNING, Phase.STOPPING):
             return []
-        result = Result(128 + signum, self._outcome, interrupted_by=signum)
         if self.phase is Phase.LEAVING:
             return self._finish() if self._result is not None else []
+        if self.phase is Phase.HOLDING and self._held is not None:
+            return self._leave_after_failure(self._held)
+        return self._leave(Result(128 + signum, self._outcome, interrupted_by=signum), close=False)
+
+    def _leave_after_failure(self, event: GroupEnded) -> list[Effect]:
+        """Leave because of a signal that came when a worker had failed, which is what is told."""
+        result = Result(event.outcome.exit_code, event.outcome, self._fail(event, final=True))
         return self._leave(result, close=False)
 
     def _on_group_ended(self, event: GroupEnded) -> list[Effect]:
@@ -314,8 +320,8 @@ class Lifecycle:
         if outcome.interrupted_by is not None:
             result = Result(outcome.exit_code, outcome, interrupted_by=outcome.interrupted_by)
             return self._leave(result, close=False)
-        if self._has_signal:  # since a worker has failed, which is what is told
-            return self._leave(Result(outcome.exit_code, outcome, self._fail(event, final=True)), close=False)
+        if self._has_signal:
+            return self._leave_after_failure(event)
         if self._failure is not None:
             return self._after_failure()
         if self.phase is Phase.STOPPING:  # the round is over: what failed meanwhile does not count
