@@ -652,6 +652,34 @@ def test_nobody_else_can_make_the_files_beside_a_store(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_signal_handler_that_calls_the_store_undoes_no_call(store: FileStore) -> None:
+    """Whichever call it interrupts: both are made, or the one that cannot be says so and changes nothing."""
+    left, steps, refused = 0, 0, 0
+
+    def handle(frame: FrameType, event: str, argument: object) -> None:
+        """As a signal handler, which runs between any two steps of the main thread."""
+        nonlocal left
+        if left and event == "c_return" and "file_con" in frame.f_code.co_filename:
+            left -= 1
+            if not left:
+                store.add("n", 1)
+
+    while not left:
+        steps += 1
+        left, before, refusal = steps, store.add("n", 0), ""
+        sys.setprofile(handle)
+        try:
+            store.add("n", 1)
+        except StoreError as e:
+            refusal = str(e)
+        finally:
+            sys.setprofile(None)
+        made = store.add("n", 0) - before
+        assert made == (0 if refusal else 1 if left else 2)
+        refused += "signal handler" in refusal
+    assert 0 < refused < steps
+
+
 def test_an_interrupt_after_any_step_leaves_a_store_that_works(tmp_path: Path) -> None:
     """Ctrl-C where Python handles it: when a function returns, such as the one that begins a transaction."""
     left = 0

@@ -160,11 +160,18 @@ class FileConnection:
         """The result of ``work``, called in a transaction: committed at the end, rolled back by an error.
 
         Ctrl-C may come at any line. ``with`` releases the lock even so, which a generator, kept by the
-        traceback, would not.
+        traceback, would not. A signal handler, or a finalizer, may call the store again at any line: that
+        would end this transaction, so it is refused.
         """
 
         def attempt() -> _T:
+            is_nested = self.lock._is_owned()  # type: ignore[attr-defined]
             with self.lock:
+                if is_nested and self._db.in_transaction:
+                    raise StoreError(
+                        f"the store at {str(self.path)!r} is in the middle of a call of this thread, which a "
+                        f"signal handler or a finalizer has interrupted: call it in another thread there"
+                    )
                 try:
                     self._begin(write=write)
                     result = work(self._contents)
