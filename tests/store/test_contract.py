@@ -556,7 +556,7 @@ def test_a_prefix_store_closes_only_an_owned_store() -> None:
 
 def test_keys_of_any_bytes(store: Store) -> None:
     """As torch, whose list_keys fails then; ours gives what can be given back."""
-    names: list[Any] = [b"\xff", b"\xfe", b"a\x80b", "\udcff\udcfe", "ÿ", b"\xc3\xbf\xff"]
+    names: list[Any] = [b"\0", b"\0\1", b"\xff", b"\xfe", b"a\x80b", "\udcff\udcfe", "ÿ", b"\xc3\xbf\xff"]
     with store.watch(prefix="", timeout=PATIENCE) as watch:
         for n, name in enumerate(names):
             store.set(name, str(n))
@@ -564,6 +564,7 @@ def test_keys_of_any_bytes(store: Store) -> None:
     assert [store.get(name) for name in names] == [b"%d" % n for n in range(len(names))]
     listed = store.list_keys()
     assert sorted(store.multi_get(listed)) == [b"%d" % n for n in range(len(names))]
+    assert (len(store.list_keys("\0")), store.num_keys()) == (2, len(names))
     assert store.check(names)
     assert not store.check([b"\xfd"])
     assert all(store.delete_key(name) for name in names)

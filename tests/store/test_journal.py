@@ -19,6 +19,7 @@ from zmqgrad.store.contents import Contents
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.state import State
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX
 from zmqgrad.wire.messages import (
     Message,
     StoreAdd,
@@ -46,7 +47,7 @@ def held(contents: Contents) -> tuple[object, ...]:
     return contents.values, contents.queues, contents.revision, contents.last_item, contents.num_keys
 
 
-KEYS = st.sampled_from(["a", "b", "ü", "\0hidden"])
+KEYS = st.sampled_from(["a", "b", "ü", f"{INTERNAL_PREFIX}hidden"])
 QUERIES = st.one_of(
     st.builds(StoreSet, KEYS, st.binary(max_size=3)),
     st.builds(StoreAdd, st.sampled_from(["m", "n"]), st.integers(-5, 5)),

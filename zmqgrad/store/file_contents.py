@@ -52,7 +52,8 @@ class FileContents(StoredContents):
     def num_keys(self) -> int:
         """Number of keys, without the library's own."""
         count: int = self._db.execute(
-            "SELECT count(*) FROM keys WHERE substr(key, 1, 1) IS NOT ?", (INTERNAL_PREFIX.encode(),)
+            "SELECT count(*) FROM keys WHERE substr(key, 1, ?) IS NOT ?",
+            (len(INTERNAL_PREFIX), INTERNAL_PREFIX.encode()),
         ).fetchone()[0]
         return count
 

@@ -15,7 +15,7 @@ class Prefix(NamedTuple):
 Target = str | Prefix
 """A key, or all keys with a prefix."""
 
-INTERNAL_PREFIX = "\0"
+INTERNAL_PREFIX = "\0zmqgrad/"
 """Keys with this prefix are the library's own: not counted, not listed, and matched by no other prefix."""
 
 

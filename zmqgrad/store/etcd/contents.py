@@ -210,11 +210,10 @@ class EtcdContents(StoredContents):
     @property
     def num_keys(self) -> int:
         """Number of keys, without the library's own."""
-        start = self._layout.keys
-        # Those of the library begin with a zero byte, so all others come behind them.
-        first = start + bytes([INTERNAL_PREFIX.encode()[0] + 1])
-        result = self._read_one({**range_of(start, count_only=True), "key": encode(first)})
-        return int(result.get("count", 0)) + self.has("")
+        prefixes = self._layout.keys, self._layout.key(INTERNAL_PREFIX)
+        results = self._read([range_of(prefix, count_only=True) for prefix in prefixes])
+        total, internal = (int(result.get("count", 0)) for result in results)
+        return total - internal
 
     def keys(self, prefix: str) -> list[str]:
         """The sorted keys that begin with ``prefix``; internal keys only if ``prefix`` is internal."""
