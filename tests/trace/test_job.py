@@ -251,3 +251,15 @@ def test_reports_of_passes_are_paired_in_bounded_memory(
     finally:
         tracemalloc.stop()
     assert peak < 1_000_000  # what was kept of each pass took 300 bytes
+
+
+def test_samples_of_a_clock_are_kept_only_where_it_was_set(tmp_path: Path) -> None:
+    a, hour = Writer(tmp_path, 0, clock="boot"), 3600
+    for second in range(hour):
+        wall = 50 * SECOND if second < 1000 else 20 * SECOND
+        a.rows.append((tag_of(events.ClockSample), second * SECOND, wall + second * SECOND + second % 7))
+    a.write()
+    (process,) = Job(tmp_path).processes
+    assert process.jumps == [1000 * SECOND]
+    assert len(process.samples) == 2
+    assert process.last == (hour - 1) * SECOND

@@ -23,6 +23,9 @@ from zmqgrad.trace.model import Actor, Process
 
 _time_of_event = attrgetter("time")
 
+SAME_NANOSECONDS = 5_000
+"""Samples of the clock that differ by less say nothing new: there is one for each second of a job."""
+
 _DECLARATIONS = frozenset((NameDeclared, ThreadDeclared, ActorStarted, ActorStopped, Dropped, ClockSample))
 """What :func:`declare` notes."""
 
@@ -77,4 +80,6 @@ def _declare(process: Process, event: Event) -> None:
         process.dropped += event.count
         process.dropped_until = max(process.dropped_until, event.time)
     elif isinstance(event, ClockSample):
-        process.samples.append((event.wall, event.time))
+        wall, time = process.samples[-1] if process.samples else (0, 0)
+        if abs(event.wall - event.time - (wall - time)) > SAME_NANOSECONDS:  # the first one, in any case
+            process.samples.append((event.wall, event.time))

@@ -53,7 +53,7 @@ class Process(msgspec.Struct, eq=False):
     dropped_until: int = 0
     """Before this time, events may have been dropped."""
     samples: list[tuple[int, int]] = []
-    """The wall clock at times of its own clock, about once a second, each with that time."""
+    """The wall clock at times of its own clock, with that time: the first, and those where it was set."""
     damage: str = ""
     """Why its log cannot be read to the end; empty: it can."""
     is_live: bool = False
