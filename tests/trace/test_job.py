@@ -226,6 +226,20 @@ def test_a_wall_clock_that_is_set_is_noted_and_changes_no_time(tmp_path: Path) -
     assert len(list(job.calls())) == 2
 
 
+@pytest.mark.parametrize(("wall", "is_part"), [(10, False), (1000, True), (9000, False)])
+def test_what_belongs_to_no_job_is_part_of_those_that_ran_meanwhile(
+    tmp_path: Path, wall: int, is_part: bool
+) -> None:
+    store = (tag_of(events.ActorStarted), 0, 1, events.Role.STORE_SERVER, "")
+    info = events.ProcessInfo("h", 7, wall * SECOND, 0, "of the store")
+    (tmp_path / "store.zgtrace").write_bytes(log.header(info) + log.record([store]))
+    assert len(Job(tmp_path).processes) == 1
+    a = Writer(tmp_path, 0, clock="boot", wall=1000 * SECOND)
+    a.add(events.ContextCreated, 30 * SECOND, 1)
+    a.write()
+    assert [p.info.pid for p in Job(tmp_path).processes] == ([7, 100] if is_part else [100])
+
+
 def test_reports_of_passes_are_paired_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

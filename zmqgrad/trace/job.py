@@ -35,6 +35,9 @@ UNWRITTEN_NANOSECONDS = 10_000_000
 """Before the end of a log that grows, events may be missing whose threads were just about to record them."""
 
 
+APART_NANOSECONDS = 60_000_000_000
+"""Wall clocks of hosts may differ by this. What ended longer before a job, or began later, is not of it."""
+
 MERGED_NANOSECONDS = 50_000_000
 """What is merged of all logs at once: about what a process writes at once."""
 
@@ -73,7 +76,7 @@ class Job:
         """The time up to which logs that still grow are read; infinite: none grows."""
         self._shared_clocks = shared_clocks
         self.jobs: dict[str, list[Process]] = {}
-        """The processes by job. Those that belong to no job, such as a store's own, are part of every one."""
+        """The processes by job. Those of none, such as a store's own, are part of all that ran meanwhile."""
         self.unreadable: list[str] = []
         """Why files of the directory are left out."""
         self.processes = self._choose(self._survey(), job)
@@ -106,7 +109,14 @@ class Job:
             known = ", ".join(self.jobs) or "none"
             raise TraceError(f"{self.directory} has no traces of job {job!r}; it has {known}")
         self.id = newest_job(processes) if job is None else job
-        return [p for p in processes if not p.jobs() or self.id in p.jobs()]
+        spans = [p.wall_span for p in processes if self.id in p.jobs()]
+        begin = min((first for first, _ in spans), default=-math.inf) - APART_NANOSECONDS
+        end = max((last for _, last in spans), default=math.inf) + APART_NANOSECONDS
+        return [
+            p
+            for p in processes
+            if self.id in p.jobs() or (not p.jobs() and p.wall_span[0] <= end and p.wall_span[1] >= begin)
+        ]
 
     def _clock(self, process: Process) -> str:
         return process.clock if self._shared_clocks else str(process.path)

@@ -75,6 +75,11 @@ class Process(msgspec.Struct, eq=False):
         return self.info.wall - self.info.monotonic
 
     @property
+    def wall_span(self) -> tuple[int, int]:
+        """The wall times at which its log begins and ends, by its wall clock when it began."""
+        return self.info.wall, self.last + self.wall_offset
+
+    @property
     def jumps(self) -> list[int]:
         """The times at which its wall clock was set."""
         samples = [(self.info.wall, self.info.monotonic), *self.samples]
