@@ -488,6 +488,27 @@ def test_a_worker_that_waits_for_its_own_calls_is_no_straggler(tmp_path: Path, w
     assert ("straggler" in kinds(tmp_path)) is not waits
 
 
+def test_a_straggler_is_found_beside_waits_of_group_calls(tmp_path: Path) -> None:
+    everybody = workers(tmp_path, 4)
+    leader, *others = everybody
+    for i in range(10):
+        for worker in others:
+            at = SECOND + i * 100 * MS
+            served(leader, worker, 10 * i + worker.rank, at, 40 * MS if worker.rank == 2 else 20 * MS)
+            calls = [(rank, 1000 + 10 * i + rank) for rank in range(4)]
+            for rank, number in calls:
+                worker.add(events.WaitBegun, at + 2 * MS, rank, number)
+            for rank, number in reversed(calls):
+                worker.add(events.WaitEnded, at + 12 * MS, rank, number, False)
+    finish(*everybody)
+    (finding,) = (f for f in find(Job(tmp_path)) if f.kind == "straggler")
+    assert (finding.workers, finding.evidence["median"], finding.evidence["others"]) == (
+        ("w2",),
+        30 * MS,
+        10 * MS,
+    )
+
+
 def test_a_straggler_that_gets_slower_is_told(tmp_path: Path) -> None:
     everybody = workers(tmp_path, 3)
     leader, *others = everybody

@@ -16,7 +16,7 @@ _K = TypeVar("_K")
 
 
 class NestedWaits:
-    """How long each thread waited for replies, between any two times. A thread has one wait at a time."""
+    """How long each thread waited for replies, between any two times. Of a group call, waits overlap."""
 
     def __init__(self) -> None:
         self._ends: defaultdict[tuple[Actor, int], array[int]] = defaultdict(lambda: array("q"))
@@ -26,8 +26,10 @@ class NestedWaits:
         """Adds ``wait``, in the order of their ends."""
         if wait.until is not None:
             key = wait.waiter, wait.thread
-            self._ends[key].append(wait.until)
-            self._sums[key].append(self._sums[key][-1] + wait.until - wait.since)
+            ends, sums = self._ends[key], self._sums[key]
+            begin = max(wait.since, ends[-1]) if ends else wait.since
+            ends.append(wait.until)
+            sums.append(sums[-1] + max(wait.until - begin, 0))
 
     def between(self, actor: Actor, thread: int, begin: int, end: int) -> int:
         """The nanoseconds of the waits of this thread that ended between these times."""
