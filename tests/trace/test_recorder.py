@@ -225,6 +225,12 @@ def test_a_directory_that_is_no_path() -> None:
         pass
 
 
+@pytest.mark.parametrize("arguments", [{"job": 5}, {"job": None}, {"max_events": "5"}, {"max_events": 1.5}])
+def test_arguments_of_another_type_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentTypeError, match=next(iter(arguments))), record(tmp_path, **arguments):
+        pass
+
+
 def test_arguments_are_cut_and_cannot_fail_a_call() -> None:
     class Bad:
         def __repr__(self) -> str:

@@ -57,6 +57,7 @@ class Recorder:
         max_events: how many events may wait for the writer.
 
     Raises:
+        ArgumentTypeError: if an argument has another type.
         TraceError: if the directory cannot be created or written to, or other users may write to it.
     """
 
@@ -70,6 +71,8 @@ class Recorder:
         max_events: int = MAX_QUEUED_EVENTS,
     ) -> None:
         check_instance("the directory of a trace", directory, (str, os.PathLike), "a path")
+        check_instance("job", job, str, "a str")
+        check_instance("max_events", max_events, int, "an int")
         self.directory = Path(directory).absolute()
         self.path: Path | None = None
         """The log; None until something is recorded, and in a process where nothing is."""
