@@ -78,6 +78,22 @@ def test_counting_again_in_a_registry_goes_on() -> None:
     assert known() is None
 
 
+def test_closing_an_endpoint_does_not_stop_the_next_one() -> None:
+    registry, sent = CollectorRegistry(), {"worker": "worker0", "type": "CALL", "direction": "sent"}
+    with cluster(2):
+        before = prometheus.serve(0)
+        with prometheus.serve(0, registry=registry):
+            before.close()
+            rpc.rpc_sync("worker1", double, args=(torch.ones(2),))
+    assert value(registry, "zmqgrad_messages_total", **sent) == 1
+    assert tap.active() is None
+
+
+def test_a_port_that_cannot_be_is_an_error_of_the_trace() -> None:
+    with pytest.raises(TraceError, match=r"cannot serve counters at .*:70000: "):
+        prometheus.serve(70000)
+
+
 def test_gradients_leave_no_request_queued(registry: CollectorRegistry) -> None:
     with cluster(2):
         x = torch.ones(3, requires_grad=True)

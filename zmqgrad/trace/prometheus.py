@@ -68,13 +68,13 @@ class Counting:
     """A recorder that counts, and passes everything on to ``inner``, the one that was active before."""
 
     def __init__(self, metrics: Metrics, inner: tapping.Recorder | None) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
         self.inner = inner
 
     def attach(self, identity: Identity) -> Tracer:
         """Returns the tracer of the worker or store ``identity``, which counts its messages."""
         inner = self.inner.attach(identity) if self.inner is not None else None
-        return cast("Tracer", _CountingTracer(self._metrics, identity, inner))
+        return cast("Tracer", _CountingTracer(self.metrics, identity, inner))
 
     def in_child(self) -> tapping.Recorder | None:
         """As :class:`~zmqgrad.transport.tap.Recorder`: a child has no server, and counts nothing."""
@@ -210,13 +210,15 @@ def stop() -> None:
 class Endpoint:
     """An HTTP server of the counters; made by :func:`serve`. Also a context manager."""
 
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server, self._thread = server, thread
+    def __init__(self, server: WSGIServer, thread: threading.Thread, registry: CollectorRegistry) -> None:
+        self._server, self._thread, self._registry = server, thread, registry
         self.port = int(server.server_port)
 
     def close(self) -> None:
-        """Stops serving and counting."""
-        stop()
+        """Stops serving, and counting, unless it is counted in another registry by now."""
+        before = tapping.active()
+        if isinstance(before, Counting) and before.metrics is _known.get(self._registry):
+            stop()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -249,7 +251,9 @@ def serve(port: int, address: str = "127.0.0.1", registry: CollectorRegistry | N
     registry = CollectorRegistry() if registry is None else registry
     try:
         server, thread = start_http_server(port, address, registry)
-    except OSError as e:
-        raise TraceError(f"cannot serve counters at {address}:{port}: {e.strerror or e}") from e
+    except (OSError, OverflowError) as e:
+        raise TraceError(
+            f"cannot serve counters at {address}:{port}: {getattr(e, 'strerror', e) or e}"
+        ) from e
     count(registry)
-    return Endpoint(server, thread)
+    return Endpoint(server, thread, registry)
