@@ -608,11 +608,14 @@ def test_a_block_seen_by_several_forks_is_released_after_the_last(sides: tuple[S
     b.run_jobs()
     before = sorted(os.listdir("/proc/self/fd"))
     read, write = os.pipe()
+    read_second, write_second = os.pipe()
 
     def fork(again: bool) -> int:
         child = os.fork()
         if child == 0:
-            if again and os.fork() == 0:
+            if not again:
+                os.read(read_second, 1)
+            elif os.fork() == 0:
                 os.read(read, 1)
             os._exit(0)
         return child
@@ -624,6 +627,7 @@ def test_a_block_seen_by_several_forks_is_released_after_the_last(sides: tuple[S
     del got, more
     b.run_jobs()
     assert a.leased == 2
+    os.write(write_second, b".")
     os.waitpid(second, 0)
     b.run_jobs()
     assert a.leased == 1
@@ -638,8 +642,8 @@ def test_a_block_seen_by_several_forks_is_released_after_the_last(sides: tuple[S
     assert eof.poll(20_000)
     b.run_jobs()
     assert (b.transport.statistics()["blocks_pinned"], a.leased) == (0, 0)
-    os.close(read)
-    os.close(write)
+    for fd in (read, write, read_second, write_second):
+        os.close(fd)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
