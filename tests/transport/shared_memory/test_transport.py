@@ -573,6 +573,49 @@ def test_a_fork_sees_what_it_had(sides: tuple[Side, Side]) -> None:
     os.close(write)
 
 
+class OtherThread:
+    """Does something, as another thread would, each time the blocks in use are being pinned for a fork."""
+
+    def __init__(self, *steps: Callable[[], object]) -> None:
+        self.steps = list(steps)
+        forks.watch(self)
+
+    def pin(self, fork: forks.Fork) -> bool:
+        if self.steps:
+            self.steps.pop(0)()
+        return False
+
+    def unpin(self, fork: forks.Fork) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_fork_sees_what_another_thread_had_just_opened(is_first: bool, sides: tuple[Side, Side]) -> None:
+    """Also if that has dropped it before the thread that forks goes on."""
+    a, b = sides
+    got: list[Any] = []
+    threads = [OtherThread(lambda: None, got.clear)]
+    if not is_first:
+        a.transfer([bytes(2000)])
+    threads.append(OtherThread(lambda: got.extend(a.transfer([b"x" * 2000])[1])))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(read, 1)
+        os._exit(0 if bytes(got[0]) == b"x" * 2000 else 1)
+    assert not got
+    b.run_jobs()
+    more = [a.transfer([b"y" * 2000]) for _ in range(2)]
+    os.write(write, b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    more.clear()
+    b.run_jobs()
+    b.run_jobs()
+    assert (b.transport.statistics()["blocks_pinned"], a.leased) == (0, 0)
+    os.close(read)
+    os.close(write)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_keeps_nothing_mapped_for_a_closed_transport(sides: tuple[Side, Side]) -> None:
     """Nothing can be released any more, so the parent needs no copy of what the child sees."""

@@ -6,7 +6,11 @@ by it, have ended. A pipe shows that: they hold its write end, which the kernel 
 and the service threads watch its read end. Children need not be waited for, and a program that forks
 repeatedly (a data loader at each epoch) keeps only the blocks that living children can read.
 
-A signal handler can fork, too, in a thread that holds the lock of a service thread: so that takes no lock.
+While a thread is about to fork, another one may open a block, and drop it before the first has returned from
+the fork: so what is opened meanwhile is pinned, too.
+
+A signal handler can fork, too, in a thread that holds the lock of a service thread, or is about to fork: so
+that takes no lock.
 """
 
 from __future__ import annotations
@@ -83,9 +87,14 @@ class Fork:
             return False
 
 
+beginning: list[Fork] = []
+"""The forks that threads are about to make. What is opened meanwhile must be pinned for them."""
+
+
 class _Forking(threading.local):
-    fork: Fork | None = None
-    """The fork that the calling thread is about to make."""
+    def __init__(self) -> None:
+        self.forks: list[Fork | None] = []
+        """Those that the calling thread is about to make, the inner ones last; None: nothing is pinned."""
 
 
 _forking = _Forking()
@@ -127,17 +136,20 @@ def unpin_ended() -> None:
 
 
 def _before() -> None:
-    if _watched:
-        _forking.fork = fork = Fork()
+    fork = Fork() if _watched or _services else None
+    _forking.forks.append(fork)
+    if fork is not None:
+        beginning.append(fork)  # before what is open is pinned
         fork.pin()
 
 
 def _in_parent() -> None:
-    fork, _forking.fork = _forking.fork, None
+    fork = _forking.forks.pop()
     if fork is None:
         return
+    beginning.remove(fork)
     fork.close(1)
-    if fork.pin():  # again: another thread may have opened a block since
+    if fork.pin():  # again, which says whether any block is pinned
         _living.append(fork)
         for service in _all_services():
             service.call_soon(partial(fork.watch, service))
@@ -149,10 +161,11 @@ def _in_child() -> None:
     global _lock
     _lock = threading.RLock()  # another thread may have held it
     _services.clear()  # they are the parent's
-    fork, _forking.fork = _forking.fork, None
+    fork = _forking.forks.pop()
     for each in [*_living, *([fork] if fork is not None else [])]:
         each.close(0)  # only the parent reads; the write end of ``fork`` stays open until this process ends
     _living.clear()
+    beginning[:] = filter(None, _forking.forks)
 
 
 os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

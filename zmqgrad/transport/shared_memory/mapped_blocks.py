@@ -54,7 +54,8 @@ class _PeerSegment:
         self._mapped = mapped
         self._released = released
         self._in_use: dict[int, BlockRef] = {}
-        self._pins: dict[forks.Fork, list[Any]] = {}  # the arrays that each living fork may read
+        # The arrays that each living fork may read. Weak: a fork may end while it is added here.
+        self._pins: weakref.WeakKeyDictionary[forks.Fork, list[Any]] = weakref.WeakKeyDictionary()
         forks.watch(self)
 
     def open(self, buffer: FrameBuffer) -> memoryview:
@@ -73,13 +74,16 @@ class _PeerSegment:
             self._released.__missing__(block)
             raise
         watch_block(array, block, self._in_use, self._released)
+        for fork in forks.beginning.copy():
+            self._pins.setdefault(fork, []).append(array)
         return memoryview(array).cast("B")
 
     def pin(self, fork: forks.Fork) -> bool:
         """Implements :meth:`forks.Pinnable.pin`."""
         arrays = [reference() for reference in list(self._in_use.values())]
-        self._pins[fork] = [array for array in arrays if array is not None]
-        return bool(self._pins[fork])
+        pins = self._pins.setdefault(fork, [])
+        pins.extend(array for array in arrays if array is not None)
+        return bool(pins)
 
     def unpin(self, fork: forks.Fork) -> None:
         """Implements :meth:`forks.Pinnable.unpin`."""
