@@ -7,12 +7,15 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc.membership.bootstrap import join_group, worker_address
+from zmqgrad.rpc.membership.group import Group
 from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import EtcdStore, FileStore, HashStore, PrefixStore
 from zmqgrad.transport import bind_policy, host_address
@@ -78,6 +81,26 @@ def test_with_etcd_the_listening_address_leads_to_a_member(
         assert worker_address(store).listen == "127.0.0.1"
 
 
+def test_a_worker_may_join_again_after_it_failed_when_all_had_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a store that lives on, as a launcher's."""
+
+    def refuse(worker: Worker, serving: bool = True) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    def join(**maps: dict[str, str]) -> Group:
+        options = RpcBackendOptions(init_method="tcp://127.0.0.1:1", device_maps=maps)
+        return join_group(PrefixStore("job", store), "alone", 0, 1, options, Deadline.after(10.0))
+
+    with HashStore() as store:
+        with pytest.raises(ConfigurationError, match="no such worker as nobody"):
+            join(nobody={"cpu": "cpu"})
+        with monkeypatch.context() as patched:
+            patched.setattr(Worker, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                join()
+        join().close()
+
+
 @pytest.mark.parametrize("world_size", [1, None])
 def test_a_worker_that_cannot_be_made_leaves_nothing_open(
     world_size: int | None, monkeypatch: pytest.MonkeyPatch
@@ -86,6 +109,7 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_open(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(socket, "gethostname", interrupted)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyboardInterrupt) as interrupt:
         join_group(HashStore(), "alone", 0, world_size, RpcBackendOptions(), Deadline.after(10.0))

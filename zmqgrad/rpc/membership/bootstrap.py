@@ -86,11 +86,10 @@ def join_group(
         group.join(deadline)
         _end_generation(options.init_method, world_size)
     except BaseException as e:
-        if isinstance(
-            e, (DuplicateWorkerError, WorldSizeError)
-        ):  # all workers are refused, and try again under new keys
+        is_refused = isinstance(e, (DuplicateWorkerError, WorldSizeError))
+        if is_refused or group.has_met:  # so all workers are, or have: they use new keys for the next group
             _end_generation(options.init_method, world_size)
-            if isinstance(store, FileStore):
+            if is_refused and isinstance(store, FileStore):
                 store.disown()
                 close_quietly(group)
                 raise type(e)(

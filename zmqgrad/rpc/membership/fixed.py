@@ -59,6 +59,7 @@ class FixedGroup(Group):
         except BaseException:
             self._withdraw()
             raise
+        self.has_met = True
         for record in records:
             membership.learn(record)
         check_group(records)

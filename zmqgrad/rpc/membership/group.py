@@ -93,6 +93,8 @@ class Group(ABC):
         self._goodbye = ""  # why this worker leaves; empty: its program ends without leaving
         self.leaving = False
         """Whether :meth:`leave` was called."""
+        self.has_met = False
+        """Whether all workers have joined a group of fixed size."""
         self._hurried: threading.Thread | None = None
         self._registry = Registry(store, worker.membership.own)
 
