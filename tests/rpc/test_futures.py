@@ -271,10 +271,16 @@ def test_repr_of_a_future(trio: Cluster, gate: int) -> None:
 
 
 def test_the_future_of_a_call_to_a_lost_worker_raises(trio: Cluster) -> None:
+    rref = rpc.remote(1, list)
+    rref.to_here()
     trio.workers[0].lose(1, "unplugged")
     future = rpc.rpc_async(1, where)
     with pytest.raises(PeerLostError, match="unplugged"):
         future.wait()
+    trio.network.wait_quiet()
+    of_a_method = rref.rpc_async().copy()
+    with pytest.raises(PeerLostError, match="was lost with worker1"):
+        of_a_method.wait()
     with pytest.raises(PeerLostError, match="unplugged"):
         rpc.rpc_sync(1, where)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from zmqgrad.errors import PeerLostError
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.functions import check_result
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
@@ -73,9 +74,13 @@ def sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> 
 
 
 def asynchronous(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
-    """Call method ``name`` of the value and return a future of its result."""
-    with caller_range("async", rref._worker, rref.handle.owner, name):
-        return rref._worker.future(call_method(rref, timeout, name, args, kwargs))
+    """Call method ``name`` of the value and return a future of its result, or of the loss of its owner."""
+    worker = rref._worker
+    try:
+        with caller_range("async", worker, rref.handle.owner, name):
+            return worker.future(call_method(rref, timeout, name, args, kwargs))
+    except PeerLostError as e:
+        return worker.replies.failed_future(e)
 
 
 def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
