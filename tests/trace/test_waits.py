@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from zmqgrad.trace.cycles import find_cycles
 from zmqgrad.trace.events import tag_of
 from zmqgrad.trace.findings import Severity, find
 from zmqgrad.trace.places import locate
+from zmqgrad.trace.requests import RemoteRequests
 from zmqgrad.trace.sequence import context_diagram
 from zmqgrad.trace.waits import Wait, Waits, find_waits
+from zmqgrad.transport.tap import WORKER, Identity
 from zmqgrad.wire.messages import MessageType
 
 MS = 1_000_000
@@ -182,6 +185,20 @@ def test_threads_that_wait_for_one_future_wait_for_the_same_request(
     for wait in waits.stuck():
         assert wait.function == "m:f"
         assert "w1 has run it for" in locate(wait, waits)
+
+
+def test_a_request_is_located_beside_logs_that_cannot_be_read(tmp_path: Path) -> None:
+    (b,) = (each for each in workers(tmp_path, 2) if each.rank == 1)
+    b.message(False, SECOND, CALL, 0, 5, 1)
+    b.add(events.RequestStarted, SECOND, 0, 5)
+    finish(b)
+    (tmp_path / "starting.zgtrace").write_bytes(b"")
+    (tmp_path / "removed.zgtrace").symlink_to(tmp_path / "nothing")
+    for path in tmp_path.iterdir():
+        if path != b.path and path.exists():
+            os.utime(path, (2e9, 2e9))  # newer than the one that is wanted
+    requests = RemoteRequests(tmp_path, Identity(WORKER, "w0", 0, 1000, "j"))
+    assert "w1 has run it for" in requests.locate(1, b.incarnation, 5)
 
 
 def test_a_peer_without_a_log_is_told(tmp_path: Path) -> None:

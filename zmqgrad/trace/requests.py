@@ -106,17 +106,25 @@ class RemoteRequests:
     def _read(self, peer: int, incarnation: int) -> _Snapshot | None:
         """Reads the end of the log of worker ``peer``; None: it is not here."""
         for path in reversed(find_logs(self._directory)):
-            with LogReader(path) as reader:
-                process = Process(path, reader.info)
-                first = [e for batch in itertools.islice(reader.batches(), FIRST_RECORDS) for e in batch]
-                declare(process, first)
-                for actor in process.actors.values():
-                    by_rank = (actor.role, actor.rank, actor.job) == (WORKER, peer, self._identity.job)
-                    if actor.incarnation == incarnation if incarnation else by_rank:
-                        snapshot = _Snapshot(process, actor, monotonic_ns(), not reader.skip(MAX_BYTES))
-                        for event in itertools.chain(first, reader):
-                            _apply(snapshot, event)
-                        return snapshot
+            try:
+                if (snapshot := self._read_log(path, peer, incarnation)) is not None:
+                    return snapshot
+            except TraceError as e:  # of another version, say, or of a process that is just starting
+                logger.debug("%s", e)
+        return None
+
+    def _read_log(self, path: Path, peer: int, incarnation: int) -> _Snapshot | None:
+        with LogReader(path) as reader:
+            process = Process(path, reader.info)
+            first = [e for batch in itertools.islice(reader.batches(), FIRST_RECORDS) for e in batch]
+            declare(process, first)
+            for actor in process.actors.values():
+                by_rank = (actor.role, actor.rank, actor.job) == (WORKER, peer, self._identity.job)
+                if actor.incarnation == incarnation if incarnation else by_rank:
+                    snapshot = _Snapshot(process, actor, monotonic_ns(), not reader.skip(MAX_BYTES))
+                    for event in itertools.chain(first, reader):
+                        _apply(snapshot, event)
+                    return snapshot
         return None
 
 
