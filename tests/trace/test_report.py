@@ -6,6 +6,7 @@ import base64
 import errno
 import gzip
 import json
+import os
 import re
 import struct
 import sys
@@ -269,4 +270,8 @@ def test_a_page_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert main(["trace", "report", str(tmp_path), "-o", "/dev/null"]) == 0
     assert Path("/dev/null").is_char_device()
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / f".{path.name}.{os.getpid()}").symlink_to(tmp_path / "other")  # by another user of /tmp, say
+    assert main(["trace", "report", str(tmp_path), "-o", str(path)]) == 1
+    assert (tmp_path / "other").read_text() == "kept"
     assert [each for each in tmp_path.iterdir() if each.name.startswith(".")] == []

@@ -106,9 +106,10 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
     """
     replaces = os.path.isfile(path) or not os.path.exists(path)  # where it may not look, opening it tells
     target = path.with_name(f".{path.name}.{os.getpid()}") if replaces else path
+    new = os.O_EXCL if replaces else 0  # in a directory such as /tmp, others may have put a link there
     try:
         try:
-            with open(target, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            with open(target, "wb", opener=lambda name, flags: os.open(name, flags | new, 0o600)) as file:
                 yield file
             if replaces:
                 target.replace(path)
