@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -141,6 +143,20 @@ def test_the_self_test_runs_two_workers() -> None:
     assert check.name == "self-test"
     assert check.status is Status.OK, check.found
     assert re.search(r"\d+ us per empty call, [\d.]+ ms per round trip of 64 MB by", check.found)
+
+
+RESULT = json.dumps({"call_us": 50.0, "tensor_ms": 9.0, "tensor_right": True, "path": "arena"})
+
+
+@pytest.mark.parametrize(("result", "status"), [(RESULT, Status.OK), ("nothing", Status.BAD)])
+def test_what_else_workers_print_is_no_part_of_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: str, status: Status
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho loading modules\necho '{result}'\necho bye\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(checks.sys, "executable", str(python))
+    assert all_checks()[-1].status is status
 
 
 @pytest.mark.slow

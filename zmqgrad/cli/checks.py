@@ -221,7 +221,12 @@ def _self_test() -> Check:
         if worker.returncode:
             last = outputs[rank][1].decode(errors="replace").strip().splitlines()[-1:]
             return Check("self-test", Status.BAD, f"worker {rank} failed: {''.join(last)}")
-    return _self_test_result(json.loads(outputs[0][0]))
+    reports = [
+        line for line in outputs[0][0].splitlines() if line.startswith(b"{")
+    ]  # sitecustomize may print
+    if not reports:
+        return Check("self-test", Status.BAD, "worker 0 ended without a result")
+    return _self_test_result(json.loads(reports[-1]))
 
 
 def _self_test_result(report: dict[str, float | str | bool]) -> Check:

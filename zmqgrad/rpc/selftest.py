@@ -27,7 +27,7 @@ def main(name: str) -> None:
     report = measure() if rpc.get_worker_info().id == 0 else None
     rpc.shutdown(timeout=TIMEOUT)
     if report is not None:
-        json.dump(report, sys.stdout)
+        print(f"\n{json.dumps(report)}")
 
 
 def measure() -> dict[str, object]:
