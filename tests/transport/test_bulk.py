@@ -27,7 +27,10 @@ from zmqgrad.transport import bulk
 from zmqgrad.transport.bulk import BufferPool, Reassembler, inline, split, split_first
 from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
 from zmqgrad.transport.local import MAX_PACKET_BYTES
+from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket
+from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import (
@@ -334,6 +337,36 @@ def test_a_message_arrives_though_there_is_no_memory_for_its_frames(
         with pytest.raises(MemoryError, match="no memory for 1048577 bytes that worker 0 has sent"):
             inbound.frames[1]
         assert b.mailbox.statistics()["malformed"] == 0
+
+
+class SmallArenas(OverZmq):
+    """Mailboxes with little shared memory."""
+
+    def __init__(self) -> None:
+        super().__init__("ipc")
+
+    def open(self, name: str, worker_id: int) -> ZmqMailbox:
+        return ZmqMailbox(name, worker_id, tcp_host=None, arena=ArenaSettings(256 << 10, threshold=1))
+
+
+@pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
+def test_a_message_for_which_there_is_no_memory_releases_what_it_is_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its frames are lost, but not the memory of messages before it."""
+    with office_of(SmallArenas()) as office:
+        a, b = office.pair()
+        b.mailbox.send(0, StoreSet("key", b"value"), 1, [some_bytes(100_000)])
+        received = a.take()
+        assert b.mailbox.statistics()["arena"]["blocks_leased"] == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(mmap, "mmap", NoMemory)
+            received.clear()
+            a.mailbox.send(1, StoreSet("key", b"value"), 2, [some_bytes((1 << 20) + 1)])
+            (inbound,) = b.take()
+        assert b.mailbox.statistics()["arena"]["blocks_leased"] == 0
+        with pytest.raises(MemoryError):
+            inbound.frames[0]
 
 
 def test_a_message_with_large_frames_is_one_message(office: Office) -> None:

@@ -11,9 +11,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from zmqgrad.runtime.service_thread import ServiceThread
 from zmqgrad.runtime.thread_pool import Task
-from zmqgrad.transport.base import Frame, Handler, Inbound
+from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
 from zmqgrad.transport.shared_memory.packing import array_beneath
@@ -21,7 +23,7 @@ from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import LazyFrame
-from zmqgrad.wire.messages import RESPONSE, Chunk, CreditWanted, Message, MessageType
+from zmqgrad.wire.messages import RESPONSE, Chunk, CreditWanted, Manifest, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,17 @@ class DataPlane:
         # The envelopes and manifests of the others have done their work.
         if inbound.socket_bytes:
             self._receive_window.consumed(source, False, inbound.socket_bytes)
+
+    def complete(
+        self, peer: int, manifest: Manifest, frames: Sequence[Buffer]
+    ) -> tuple[Manifest, Sequence[Buffer]]:
+        """As :meth:`Reassembler.complete`. If it fails, what came by shared memory is released."""
+        try:
+            return self.reassembler.complete(peer, manifest, frames)
+        except MemoryError:
+            shared = tuple(buffer for buffer in manifest.buffers if buffer.segment)
+            self.open(peer, replace(manifest, buffers=shared, slices=()), ())
+            raise
 
     def deliver(self, inbound: Inbound, handler: Handler) -> Task | None:
         """Passes a message that counts for flow control to ``handler``.

@@ -294,7 +294,7 @@ class Endpoint:
                         size += buffer.size
                 try:
                     if chunked:
-                        manifest, found = self._plane.reassembler.complete(source, manifest, frames)
+                        manifest, found = self._plane.complete(source, manifest, frames)
                     found = self._plane.open(source, manifest, found)
                     if found:
                         total = len(first) + sum(map(len, found))

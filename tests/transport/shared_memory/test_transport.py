@@ -248,6 +248,36 @@ def test_frames_for_several_peers_of_which_nothing_is_copied(sides: tuple[Side, 
     assert b.leased == 0
 
 
+class NoMemory(LazyFrame):
+    """Cannot be packed."""
+
+    def __len__(self) -> int:
+        return 500
+
+    def write_to(self, buffer: memoryview) -> None:
+        raise MemoryError
+
+    def materialize(self) -> bytes:
+        raise MemoryError
+
+
+def test_a_message_that_cannot_be_packed_loses_no_releases(sides: tuple[Side, Side]) -> None:
+    """1. A block is to be released with the next message. 2. There is no memory for it. 3. It is not lost."""
+    a, b = sides
+    shared = a.transport.share([bytes(5000)])
+    for frames in ([NoMemory()], [NoMemory(), *shared], [*shared, NoMemory()], [*shared, None]):
+        _, kept = b.transfer([bytes(5000)])
+        del kept
+        assert b.leased == 1
+        with pytest.raises((MemoryError, TypeError)):
+            a.transfer(frames)
+        a.transfer([])
+        assert b.leased == 0
+    del shared, frames
+    a.run_jobs()
+    assert a.leased == 0
+
+
 @given(
     frames=st.lists(
         st.integers(0, 300)

@@ -103,16 +103,16 @@ class SharedMemoryTransport:
         released = self._mapped_blocks.take_releases(peer)
         if not frames:
             return PreparedFrames(Manifest(released=released) if released else None, ())
-        if local and self._references and any(own := [shared_part(f) for f in frames]):
-            return self._prepare_shared(peer, frames, own, released)
-        sizes = list(map(len, frames))
-        total = sum(sizes)
-        if total >= self._threshold:
-            buffers, slices = plan(sizes)
-            leases = None
-            try:
-                leases = self._lease(peer, local, buffers, slices, frames)
-                if leases is not None:
+        leases: list[Lease] = []
+        try:
+            if local and self._references and any(own := [shared_part(f) for f in frames]):
+                return self._prepare_shared(peer, frames, own, released, leases)
+            sizes = list(map(len, frames))
+            total = sum(sizes)
+            if total >= self._threshold:
+                buffers, slices = plan(sizes)
+                leases += self._lease(peer, local, buffers, slices, frames)
+                if leases:
                     placed: list[FrameBuffer] = []
                     offers: dict[int, Offer] = {}
                     for number, segment, offset, size in leases:
@@ -122,11 +122,11 @@ class SharedMemoryTransport:
                     with self._counting:
                         self.bytes_out += total
                     return PreparedFrames(manifest, (), tuple(offers.values()))
-            except BaseException:
-                self._mapped_blocks.restore_releases(peer, released)
-                self._arena.release(peer, [lease.number for lease in leases or ()])
-                raise
-        return pack_for_socket(frames, sizes, released)
+            return pack_for_socket(frames, sizes, released)
+        except BaseException:
+            self._mapped_blocks.restore_releases(peer, released)
+            self._arena.release(peer, [lease.number for lease in leases])
+            raise
 
     def _prepare_shared(
         self,
@@ -134,8 +134,9 @@ class SharedMemoryTransport:
         frames: Sequence[Frame],
         shared: Sequence[tuple[Lease, int] | None],
         released: tuple[int, ...],
+        leases: list[Lease],
     ) -> PreparedFrames:
-        """Lease the blocks of those ``frames`` that are ``shared`` ones; the others use the socket."""
+        """Add to ``leases`` the blocks of ``frames`` that are ``shared`` ones; others use the socket."""
         rest = [materialize(f) for f, part in zip(frames, shared, strict=True) if part is None]
         buffers, slices, number = [FrameBuffer(size=len(f)) for f in rest], [], 0
         offers: dict[int, Offer] = {}
@@ -149,6 +150,7 @@ class SharedMemoryTransport:
             if own.number not in indices:
                 indices[own.number] = len(buffers)
                 lease = self._arena.share(peer, own)
+                leases.append(lease)
                 segment = lease.segment
                 offers[segment.id] = Offer(segment.id, partial(self._describe, peer, segment))
                 buffers.append(FrameBuffer(segment.id, lease.number, lease.offset, lease.size, True))
@@ -249,8 +251,8 @@ class SharedMemoryTransport:
         sizes: list[int],
         slices: Sequence[FrameSlice],
         frames: Sequence[Frame],
-    ) -> list[Lease] | None:
-        """Lease blocks to ``peer`` with the bytes of ``frames``; None if that is not possible."""
+    ) -> list[Lease]:
+        """Lease blocks to ``peer`` with the bytes of ``frames``; none if that is not possible."""
         if self._dropped:
             self._collect_dropped()
         arena = self._arena
@@ -260,7 +262,7 @@ class SharedMemoryTransport:
             result = arena.lease(peer, sizes, keep=True) if local else "other host"
         if isinstance(result, str):
             self._count_fallback(result)
-            return None
+            return []
         try:
             for part, frame in zip(slices, frames, strict=True):
                 lease = result[part.buffer]
