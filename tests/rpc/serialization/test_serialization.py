@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import operator
+import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -22,6 +24,7 @@ from zmqgrad.rpc.serialization.context import SerializationContext, SerializedBy
 from zmqgrad.rpc.serialization.deserializer import deserialize, deserialize_call, deserialize_tensors
 from zmqgrad.rpc.serialization.naming import find_function, reference_to
 from zmqgrad.rpc.serialization.serializer import MAX_INLINE_PICKLE_BYTES, serialize, serialize_call
+from zmqgrad.transport.bulk import BufferPool
 from zmqgrad.wire.messages import (
     NONE_PAYLOAD,
     Blob,
@@ -264,6 +267,46 @@ def test_numpy_arrays_arrive_writable_and_independent(n: int) -> None:
     assert sent[0] == 0
     turned = travel({"a": np.ones((3, n)).T})["a"]
     assert turned.shape == (n, 3)
+
+
+class Keeper:
+    """In a cycle, and kept by its own finalizer."""
+
+    kept: ClassVar[list[Any]] = []
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.itself = self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Keeper, (pickle.PickleBuffer(self.data),)
+
+    def __del__(self) -> None:
+        self.kept.append(self.data)
+
+
+def test_memory_that_a_finalizer_keeps_is_not_used_again() -> None:
+    """The collector tells of the end of what is in a cycle before it calls the finalizers there."""
+    size = 2 << 20
+    packed = serialize(Keeper(bytearray(b"x" * size)))
+    payload, frames = through_bytes(packed.payload, list(packed.frames))
+    pool = BufferPool()
+    received = pool.empty(size)
+    received[:] = frames.pop()
+    del packed
+    gc.collect()
+    Keeper.kept.clear()
+    value = deserialize(payload, [received], [])
+    assert bytes(value.data) == b"x" * size
+    del received, value
+    gc.collect()
+    (kept,) = Keeper.kept
+    pool.empty(size)[:] = b"y" * size
+    assert bytes(kept) == b"x" * size
+    del kept
+    Keeper.kept.clear()
+    assert pool.kept() == 2 * size
+    pool.close()
 
 
 @pytest.mark.parametrize("n", [3, 100_000], ids=["inline", "frame"])

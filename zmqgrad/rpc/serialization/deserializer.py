@@ -15,6 +15,8 @@ from zmqgrad.rpc.serialization.pickler import __name__ as pickler_module
 from zmqgrad.wire.lazy_frame import Buffer
 from zmqgrad.wire.messages import BlobLocation, Payload, PayloadFormat
 from zmqgrad.wire.tensors import blob_bytes, decode_tensors
+from zmqgrad.wire.tensors.blobs import window
+from zmqgrad.wire.tensors.modes import without_modes
 
 
 def deserialize_tensors(
@@ -92,7 +94,9 @@ def _unpickle(
         raise ProtocolError("a payload lacks its pickle")
     # Inline buffers are copied, so that arrays built on them can be written to.
     buffers = [
-        bytearray(blob_bytes(b, frames)) if b.location is BlobLocation.INLINE else blob_bytes(b, frames)
+        bytearray(blob_bytes(b, frames))
+        if b.location is BlobLocation.INLINE
+        else _held(blob_bytes(b, frames))
         for b in payload.buffers
     ]
     unpickler = _RpcUnpickler(blob_bytes(payload.pickled, frames), buffers, tensors, references)
@@ -116,6 +120,19 @@ def _unpickle(
             if rest:
                 references.discard(rest)
     return value
+
+
+@without_modes
+def _held(data: Buffer) -> Buffer:
+    """``data``, whose memory is used again only after the last object that refers to it has ended.
+
+    The collector calls back for what is in a cycle before ``__del__`` of the objects there, which may use it,
+    or keep it. It does not see what a tensor refers to, so it leaves ``data`` to those.
+    """
+    if memoryview(data).readonly:
+        return data
+    tensor = torch.frombuffer(data, dtype=torch.uint8)
+    return window(tensor, tensor.data_ptr(), tensor.nbytes)
 
 
 class _Adopter:
