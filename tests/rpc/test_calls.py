@@ -404,15 +404,16 @@ def test_an_exception_is_rebuilt_though_its_constructor_wants_more(
     assert seen[1] is not seen[2], "each has a traceback of its own"
 
 
-def fail_with_errors_inside() -> None:
-    """Raises an error with others, whose constructors want more."""
+def fail_with_errors_inside(sequence: type) -> None:
+    """Raises an error with others, in a list or tuple, whose constructors want more."""
     kind = getattr(builtins, "ExceptionGroup", ValueError)  # new in Python 3.11
-    raise kind("several", [CodedError(code=3), OwnError(1, "two"), kind("more", [KeyError("x")])])
+    raise kind("several", sequence([CodedError(code=3), OwnError(1, "two"), kind("more", [KeyError("x")])]))
 
 
-def test_an_exception_keeps_the_exceptions_inside(pair: Cluster) -> None:
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_an_exception_keeps_the_exceptions_inside(pair: Cluster, sequence: type) -> None:
     with pytest.raises(Exception, match="several") as caught:
-        rpc.rpc_sync("worker1", fail_with_errors_inside)
+        rpc.rpc_sync("worker1", fail_with_errors_inside, (sequence,))
     assert type(caught.value) is getattr(builtins, "ExceptionGroup", ValueError)
     coded, own, more = caught.value.args[1]
     assert (type(coded), coded.code, type(own), own.one) == (CodedError, 3, OwnError, 1)

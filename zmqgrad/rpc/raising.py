@@ -89,7 +89,8 @@ class StrippedException(PickledException):
 def _with_pickled(argument: Any) -> Any:
     if isinstance(argument, BaseException) and PickledException.fits(argument):
         return PickledException(argument)
-    return [_with_pickled(each) for each in argument] if type(argument) is list else argument
+    kind = type(argument)
+    return kind(map(_with_pickled, argument)) if kind in (list, tuple) else argument
 
 
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
