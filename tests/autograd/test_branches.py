@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.autograd.engine import participant, work_queue
+from zmqgrad.autograd.engine import executor, participant, work_queue
 from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.testing import Cluster, cluster
 
@@ -87,6 +87,22 @@ def test_two_branches_run_at_the_same_time(c: Cluster, at: int) -> None:
     assert len(set(threads)) == 2
     assert set(workers) == {c.workers[at]}
     assert set(grad_enabled) == {False}
+
+
+def test_the_thread_of_timers_does_not_look_at_the_graph(c: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk over a large one takes seconds, in which it would answer no heartbeat."""
+    both, threads, recomputes = threading.Barrier(2), list[str](), executor.recomputes
+
+    def note(nodes: Iterable[Any]) -> bool:
+        threads.append(threading.current_thread().name)
+        return recomputes(nodes)
+
+    monkeypatch.setattr(executor, "recomputes", note)
+    THEN.update(dict.fromkeys(("first", "second"), lambda: both.wait(DEADLINE)))
+    with context() as ctx:
+        backward(ctx, [two_branches(1, torch.ones(2, requires_grad=True))])
+    assert threads
+    assert f"{c.workers[1].name}-service" not in threads
 
 
 def recomputed(x: Tensor, name: str) -> Tensor:

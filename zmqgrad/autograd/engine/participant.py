@@ -277,7 +277,8 @@ class Participant:
         if self._is_heavy():
             help_pass()
         elif self._effort is None:  # nothing is known yet: see whether they still wait after a while
-            self._worker.timer.call_later(HELP_SECONDS, help_pass)
+            look_later = functools.partial(self._worker.submit_if_open, help_pass)  # at all of the graph
+            self._worker.timer.call_later(HELP_SECONDS, look_later)
 
     def _help(self, local_pass: LocalPass, pass_id: int, root: int, channel: int) -> None:
         if local_pass.recomputes or not local_pass.queue.request_help():
