@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -490,7 +491,8 @@ def _set_and_not_empty(variable: str, environ: Mapping[str, str]) -> str | None:
 
 def inherited() -> dict[str, str]:
     """A copy of the whole environment, for child processes."""
-    return dict(os.environ)
+    with _replacing:
+        return dict(os.environ)
 
 
 def export(variables: Mapping[str, str], remove: Iterable[str] = ()) -> None:
@@ -514,9 +516,21 @@ def replace_all(environ: Mapping[str, str]) -> None:
 @contextmanager
 def replaced(environ: Mapping[str, str]) -> Iterator[None]:
     """Replace the environment of this process while child processes are started that inherit it."""
-    before = dict(os.environ)
-    replace_all(environ)
-    try:
-        yield
-    finally:
-        replace_all(before)
+    with _replacing:
+        before = dict(os.environ)
+        replace_all(environ)
+        try:
+            yield
+        finally:
+            replace_all(before)
+
+
+_replacing = threading.RLock()  # held while the environment is that of a worker: others may start some, too
+
+
+def _renew_lock() -> None:
+    global _replacing
+    _replacing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # such a worker

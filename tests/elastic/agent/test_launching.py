@@ -157,6 +157,28 @@ def test_in_a_thread_that_receives_no_signals() -> None:
     assert run_python(IN_A_THREAD) == "[{0: (0, '2'), 1: (1, '2')}]\n"
 
 
+IN_TWO_THREADS = """
+import os, threading
+from tests.elastic.agent.test_launching import ranks
+from zmqgrad.elastic import LaunchConfig, launch
+before = dict(os.environ)
+both = threading.Barrier(2)
+def run():
+    for _ in range(3):
+        both.wait()
+        launch(ranks, LaunchConfig(nproc_per_node=8, start_method="fork"))(1)
+threads = [threading.Thread(target=run) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(dict(os.environ) == before)
+"""
+
+
+@pytest.mark.processes
+def test_two_at_a_time_leave_the_environment_as_it_was() -> None:
+    assert run_python(IN_TWO_THREADS) == "True\n"
+
+
 PROGRAM = """
 import os, signal, sys
 from zmqgrad.elastic import LaunchConfig, launch
