@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
 
@@ -198,6 +199,26 @@ def test_a_message_under_the_name_of_another_worker_does_not_count_for_that(only
             each.close()
             assert each.join(Deadline.after(20)) == []
         kind.close()
+
+
+def test_two_threads_may_end_a_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may have been told to hurry."""
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    for _ in range(10):
+        mailbox, both = ZmqMailbox("w", 1), threading.Barrier(2)
+        mailbox.close()
+
+        def join(mailbox: ZmqMailbox = mailbox, both: threading.Barrier = both) -> None:
+            both.wait()
+            mailbox.join(Deadline.after(20))
+
+        threads = [threading.Thread(target=join) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
 
 
 def test_both_addresses_are_published_the_quicker_first() -> None:

@@ -144,6 +144,7 @@ class ZmqMailbox(Mailbox):
         self._plane = DataPlane(name, arena, inflight, self.notify)
         self._plane.shared_memory.sender = (worker_id, self.incarnation)
         self._ending: threading.Thread | None = None  # waits for the context to end
+        self._end_lock = threading.Lock()  # guards _ending: libzmq frees a context that ends twice at a time
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
             io_threads if tcp_host is None else min(io_threads + 1, MAX_IO_THREADS)
         )
@@ -545,13 +546,14 @@ class ZmqMailbox(Mailbox):
         for link in self._links.all():
             self._links.shut(link)  # a send that raced with close may have connected
         # term() has no timeout, and would wait for a socket that was left open.
-        if self._ending is None:
-            try:
-                self._ending = start_thread(self._context.term, f"{self._name}-term")
-            except RuntimeError:
-                if threading.main_thread().is_alive():
-                    raise
-                return []  # the interpreter ends, and the context with it: see late_threads
+        with self._end_lock:
+            if self._ending is None:
+                try:
+                    self._ending = start_thread(self._context.term, f"{self._name}-term")
+                except RuntimeError:
+                    if threading.main_thread().is_alive():
+                        raise
+                    return []  # the interpreter ends, and the context with it: see late_threads
         self._ending.join(deadline.timeout())
         return [self._ending.name] if self._ending.is_alive() else []
 
