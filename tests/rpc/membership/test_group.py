@@ -374,6 +374,22 @@ def test_a_worker_that_waits_for_many_checks_them_by_turns(monkeypatch: pytest.M
     assert checked[:2] == endpoints[:2], "the first to be checked are those that follow"
 
 
+def test_a_signal_handler_may_leave_just_before_a_graceful_shutdown_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave_first(group: Group, graceful: bool, deadline: Deadline) -> None:
+        monkeypatch.undo()
+        rpc.shutdown(graceful=False)
+        group.leave(graceful, deadline)
+
+    options = RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    monkeypatch.setattr(FixedGroup, "leave", leave_first)
+    rpc.shutdown()
+    with pytest.raises(NotInitializedError):
+        rpc.shutdown()
+
+
 @pytest.mark.parametrize("gives_up", [False, True])
 def test_rank_0_waits_for_slow_workers_with_a_limit(monkeypatch: pytest.MonkeyPatch, gives_up: bool) -> None:
     checked, released = threading.Semaphore(0), threading.Event()

@@ -127,6 +127,8 @@ class Group(ABC):
                 does not reply.
             RpcError: if threads are left because user code in them does not end.
         """
+        if self.worker.closed:  # a signal handler has left a moment ago, at once
+            return
         try:
             self.leaving = True
             self.worker.events.stop()
