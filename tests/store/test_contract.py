@@ -7,10 +7,13 @@ import copy
 import inspect
 import pickle
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -543,6 +546,40 @@ def test_a_pop_that_ends_without_an_item_takes_none_later(end: Callable[[HashSto
         until_parked(store, 0)
         store.queue_push("q", "item")
         assert store.queue_pop("q", block=False) == b"item"
+
+
+def test_a_signal_handler_that_calls_a_local_store_waits_for_no_call_that_it_interrupts() -> None:
+    """Whichever step it interrupts: both calls are made, or the handler's cannot be, and says so."""
+    left, refused, done = 0, list[str](), SimpleQueue[int]()
+
+    def handle(frame: FrameType, event: str, argument: object) -> None:
+        """As a signal handler, which runs between any two steps of its thread."""
+        nonlocal left
+        if left and event == "return":
+            left -= 1
+            if not left:
+                try:
+                    store.add("n", 1)
+                except StoreError as e:
+                    refused.append(str(e))
+
+    def call() -> None:
+        nonlocal left
+        steps = 0
+        while not left:
+            steps += 1
+            left = steps
+            sys.setprofile(handle)
+            store.add("n", 1)
+            sys.setprofile(None)
+        done.put(steps)
+
+    with HashStore(PATIENCE) as store:
+        threading.Thread(target=call, daemon=True).start()
+        steps = done.get(timeout=PATIENCE)
+        assert 0 < len(refused) < steps
+        assert all("signal handler" in each for each in refused)
+        assert store.add("n", 0) == 2 * steps - 1 - len(refused)
 
 
 def test_a_prefix_store_closes_only_an_owned_store() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
+from zmqgrad.errors import StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.runtime.forks import in_forks
 from zmqgrad.runtime.future import Promise
@@ -23,7 +24,7 @@ class Table:
     """A state machine, shared by stores that are clones of each other."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # guards all of this
+        self.lock = threading.RLock()  # guards all of this
         self.state = State()
         self.registries: dict[WatchRegistry, None] = {}
         """Watch registries of the open stores."""
@@ -31,7 +32,7 @@ class Table:
 
     def begin_anew(self) -> None:
         """In a forked child: drop the lock and the blocked calls of threads of the parent."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.state = State(self.state.contents)
 
     def carry_out(self, effects: list[Effect]) -> None:
@@ -84,8 +85,13 @@ class HashStore(Store):
         self._finalizer = Finalizer(self, partial(self._table.leave, self._registry, self._waiting))
 
     def _request(self, query: Message, seconds: float) -> Message:
-        promise: Promise[Message] = Promise()
         table = self._table
+        if table.lock._is_owned():  # type: ignore[attr-defined]
+            raise StoreError(
+                "the store is in the middle of a call of this thread, which a signal handler or a finalizer "
+                "has interrupted: call it in another thread there"
+            )
+        promise: Promise[Message] = Promise()
         with table.lock:
             if self._registry not in table.registries:
                 promise.set_result(StoreRefused(Refusal.CLOSING, "the store is closed"))
