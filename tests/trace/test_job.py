@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from zmqgrad.__main__ import main
 from zmqgrad.errors import TraceError
 from zmqgrad.trace import Job, events, log, pairing
 from zmqgrad.trace.events import tag_of
+from zmqgrad.trace.findings import find
+from zmqgrad.trace.tail import recorded
 from zmqgrad.wire.messages import MessageType
 
 CALL, RESULT = int(MessageType.CALL), int(MessageType.RESULT)
@@ -238,6 +242,27 @@ def test_what_belongs_to_no_job_is_part_of_those_that_ran_meanwhile(
     a.add(events.ContextCreated, 30 * SECOND, 1)
     a.write()
     assert [p.info.pid for p in Job(tmp_path).processes] == ([7, 100] if is_part else [100])
+
+
+def test_a_job_that_began_before_its_reference_was_booted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = Writer(tmp_path, 0, clock="a new host", wall=1000 * SECOND)  # its clock began at 1000 s
+    b = Writer(tmp_path, 1, clock="an old one", wall=100 * SECOND)
+    b.message(True, SECOND, CALL, 2, 7, 1)
+    b.add(events.SendRecorded, SECOND, 1, 9, 2, 7, False)
+    b.message(True, 905 * SECOND, CALL, 2, 8, 1)
+    a.add(events.ContextCreated, 2 * SECOND, 1)
+    a.write()
+    b.write()
+    os.utime(a.path, (1, 1))  # it was lost first, so its log comes first
+    job = Job(tmp_path)
+    assert job.reference.path == a.path
+    assert job.span()[0] == -900 * SECOND
+    assert [line.message.message_id for line in recorded(job.messages())] == [7, 8]
+    assert "unused" not in {finding.kind.split()[0] for finding in find(job)}
+    assert main(["trace", "tail", "--since", "0", str(tmp_path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_reports_of_passes_are_paired_in_bounded_memory(

@@ -230,7 +230,7 @@ def _message_step(message: Message) -> Step:
 def _pass_steps(each: Pass, context: Context) -> Iterable[Step]:
     name, sends = f"backward pass {show_id(each.id)}", context.sends
     if each.actor is not None:
-        lane = each.actor.name
+        lane = actor_label(each.actor)
         yield Step(each.began, lane, "", f"{name} begins")
         if each.ended is not None:
             yield Step(each.ended, lane, "", f"{name} ends", each.ended - each.began, failed=each.failed)
@@ -241,7 +241,7 @@ def _pass_steps(each: Pass, context: Context) -> Iterable[Step]:
             f"send {show_id(n)} of {sends[n].actor.name if n in sends else 'unknown'}" for n in group.recvs
         )
         text = f"ran group {order}: {causes} -> {targets or 'leaves'}"
-        yield Step(group.began, group.actor.name, "", text, group.nanoseconds)
+        yield Step(group.began, actor_label(group.actor), "", text, group.nanoseconds)
 
 
 def _diagram(title: str, steps: Iterable[Step]) -> Diagram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -134,10 +135,10 @@ def recorded(messages: Iterable[Message]) -> Iterator[Line]:
 
     A thread may record late what it has sent, so messages are not quite complete in that order.
     """
-    replies, waiting, newest = Replies(), list[tuple[int, int, Line]](), 0
+    replies, waiting, newest = Replies(), list[tuple[int, int, Line]](), -math.inf
     for number, message in enumerate(messages):
         heapq.heappush(waiting, (message.time, number, replies.line(message)))
-        newest = max(newest, message.time)
+        newest = max(newest, message.time)  # negative before the reference was booted
         while waiting[0][0] < newest - OVERDUE_NANOSECONDS:
             yield heapq.heappop(waiting)[2]
     while waiting:

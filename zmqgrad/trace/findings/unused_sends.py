@@ -55,8 +55,8 @@ class Sends:
         one that dropped events.
         """
         for (actor, number), (time, send) in self._open.items():
-            end, _ = self.ended.get((actor.job, send.context), (0, None))
-            if time < end <= self._job.known_until(actor.process):
+            ended = self.ended.get((actor.job, send.context))
+            if ended is not None and time < ended[0] <= self._job.known_until(actor.process):
                 yield actor, send, self._missing.get((actor, number), ())
 
 
