@@ -25,6 +25,7 @@ from zmqgrad.trace.events import (
     PassFinished,
     PassStarted,
     ProcessInfo,
+    RequestStarted,
     Role,
     WaitBegun,
     WaitEnded,
@@ -190,6 +191,18 @@ def test_processes_of_one_pid_in_many_containers_keep_numbers_that_viewers_read(
     numbers = Timeline(Job(tmp_path)).pids.values()
     assert len(set(numbers)) == 450
     assert max(numbers) < 1 << 31
+
+
+def test_a_wall_clock_of_another_century_is_no_error(tmp_path: Path) -> None:
+    Writer(tmp_path, 0, clock="boot", wall=0).write()
+    far = Writer(tmp_path, 1, clock="other", wall=1 << 62)
+    far.knows(Writer(tmp_path, 2, clock="boot", wall=0))
+    for number, waits in ((7, 1), (8, 0)):  # nanoseconds
+        far.message(False, (1 << 60) - waits, CALL, 2, number, 1)
+        far.add(RequestStarted, 1 << 60, 2, number)
+    far.write()
+    shown = list(Timeline(Job(tmp_path)).events())
+    assert [e["args"]["requests"] for e in shown if e["name"] == "w1 queue"] == [1, 0]
 
 
 # ---- profiles -------------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ from zmqgrad.trace.model import Actor, Process
 
 _time_of_event = attrgetter("time")
 
+MAX_APART = 1 << 61
+"""Wall clocks that are further apart, 73 years, are taken for this: so twice a time of a job fits 64 bits."""
+
 SAME_NANOSECONDS = 5_000
 """Samples of the clock that differ by less say nothing new: there is one for each second of a job."""
 
@@ -32,7 +35,8 @@ _DECLARATIONS = frozenset((NameDeclared, ThreadDeclared, ActorStarted, ActorStop
 
 def shift(process: Process, reference: Process) -> Callable[[int], int]:
     """Converts by the wall clocks of both."""
-    offset = process.wall_offset - reference.wall_offset if process is not reference else 0
+    apart = process.wall_offset - reference.wall_offset if process is not reference else 0
+    offset = max(-MAX_APART, min(apart, MAX_APART))  # a log may have any number there
     return lambda time: time + offset
 
 

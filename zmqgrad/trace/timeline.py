@@ -172,7 +172,7 @@ class Timeline:
             if self._stores or not is_store(call.request.kind):
                 yield from self._call(call)
             target, received, started = call.request.target, call.request.received, call.started
-            if target is not None and received is not None and started is not None:
+            if target is not None and received is not None and started is not None and received < started:
                 changes = queues.setdefault(id(target), (target, array("q")))[1]
                 changes.extend((received << 1 | 1, started << 1))
         for actor, changes in queues.values():
