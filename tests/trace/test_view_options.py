@@ -10,9 +10,11 @@ import pytest
 from tests.trace.test_job import SECOND, Writer, two
 from tests.trace.test_waits import finish, waits_for, workers
 from zmqgrad.__main__ import main
+from zmqgrad.runtime.clock import wall_ns
 from zmqgrad.trace import Job
-from zmqgrad.trace.events import ActorStarted, MessageSent, RendezvousStep, Role, tag_of
+from zmqgrad.trace.events import ActorStarted, ClockSample, MessageSent, RendezvousStep, Role, tag_of
 from zmqgrad.trace.follow import Follower
+from zmqgrad.trace.live import is_live
 from zmqgrad.trace.sequence import call_diagram
 from zmqgrad.trace.tail import Filter, recorded
 from zmqgrad.wire.ids import join_id, parse_id, show_id
@@ -127,6 +129,15 @@ def test_a_log_that_was_removed_ends_no_view(tmp_path: Path, capsys: pytest.Capt
     a.path.symlink_to(tmp_path / "kept")
     assert run("stats", tmp_path) == 0
     assert f"left out: cannot open the trace log {a.path}" in capsys.readouterr().err
+
+
+def test_a_process_of_another_host_is_live_after_its_clock_was_set(tmp_path: Path) -> None:
+    behind = 3600 * SECOND
+    a = Writer(tmp_path, 0, clock="of another host", wall=wall_ns() - behind)
+    a.rows.append((tag_of(ClockSample), SECOND, wall_ns()))
+    a.write()
+    (process,) = Job(tmp_path).processes
+    assert is_live(process)
 
 
 def test_a_list_of_no_contexts_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,8 @@ def _is_zombie(pid: int) -> bool:
 
 def is_live(process: Process) -> bool:
     """Whether ``process`` still records; of another host: whether it did in the last minute."""
-    silence = wall_ns() - process.last - process.wall_offset
+    wall, time = process.samples[-1] if process.samples else (process.info.wall, process.info.monotonic)
+    silence = wall_ns() - process.last - (wall - time)  # its clock may have been set since the log began
     return is_recording(process) and (_is_here(process) or silence < REMOTE_SILENCE_NANOSECONDS)
 
 
