@@ -87,6 +87,15 @@ def taken() -> Iterator[int]:
         yield s.getsockname()[1]
 
 
+@pytest.mark.parametrize("name", ["a..b", "x" * 70, "\udc80"])
+def test_a_master_that_is_no_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", name)
+    assert main(["doctor", "--no-self-test"]) == 1
+    assert "no route to MASTER_ADDR" in capsys.readouterr().out
+
+
 def test_the_variables_of_a_launcher(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(taken))

@@ -143,7 +143,7 @@ def _address() -> Check:
     try:
         secured = load_keys() is not None
         address = choose_address(launch.master_addr or LOOPBACK, launch.master_port or 0, secured=secured)
-    except OSError as e:
+    except (OSError, UnicodeError) as e:  # UnicodeError: no name that can be looked up, as a..b
         return Check("address", Status.BAD, f"no route to MASTER_ADDR {launch.master_addr}: {e}")
     except ConfigurationError as e:
         return Check("address", Status.BAD, "no worker could listen", str(e))
