@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import mmap
 import os
 import random
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.signals import interrupted_in_c
+from tests.support.signals import called_within, ends, interrupted_in_c
 from tests.support.waiting import eventually
 from tests.transport.contract import Office, office_of
 from tests.transport.test_contract import OverZmq
@@ -307,6 +308,26 @@ def test_beginning_a_frame_costs_the_same_however_many_are_incomplete() -> None:
     for stream in range(2, 1000):
         assembly.add(3, Chunk(stream, 0, 10), [bytearray(5)])
     assert steps_of(1000) < 2 * first
+
+
+def test_a_signal_handler_may_take_memory_while_its_thread_does() -> None:
+    def at_every_moment() -> None:
+        for number in itertools.count(1):
+            pool, taken = BufferPool(), list[Any]()
+            pool.empty(1 << 20)  # which is free again
+            is_last = not called_within(
+                lambda: taken.append(pool.empty(1 << 20)),  # noqa: B023
+                lambda: taken.append(pool.empty(1 << 20)),  # noqa: B023
+                number,
+            )
+            for index, view in enumerate(taken):
+                view[0] = index
+            assert [view[0] for view in taken] == list(range(len(taken)))
+            pool.close()
+            if is_last:
+                return
+
+    assert ends(at_every_moment)
 
 
 # ---- in a mailbox ----------------------------------------------------------------------------------------

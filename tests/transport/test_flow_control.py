@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections import deque
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.signals import called_within, ends
 from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import OverZmq, TcpAlone
 from zmqgrad.errors import ClosedError, CongestionError
@@ -198,6 +200,22 @@ class Returns:
     def _send(self, peer: int, message: Message) -> None:
         assert message == Credit()
         self.said.append(self.window.totals(peer, NOTHING_CONSUMED))
+
+
+def test_a_signal_handler_may_read_a_message_while_its_thread_counts_another() -> None:
+    def at_every_moment() -> None:
+        for number in itertools.count(1):
+            window = Returns().window
+            called = called_within(
+                lambda: window.consumed(1, False, 10),  # noqa: B023
+                lambda: window.consumed(1, False, 5),  # noqa: B023
+                number,
+            )
+            assert window.totals(1, NOTHING_CONSUMED) == (10 + 5 * called, 0)
+            if not called:
+                return
+
+    assert ends(at_every_moment)
 
 
 def test_credit_is_returned_in_batches_or_on_request() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ import pytest
 import zmq
 
 from tests.support.interpreter import run_python
+from tests.support.signals import called_within, ends
 from tests.transport.contract import Office, acquire, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError
@@ -247,3 +249,24 @@ def test_a_reader_that_fails_ends_all_links(way: str, caplog: pytest.LogCaptureF
         assert "w0-receiver: reading has failed" in caplog.text
         with pytest.raises(ClosedError, match="can receive nothing more"):
             box.mailbox.send(1, Hello("x"), 2)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_signal_handler_may_send_to_another_worker_at_any_moment_of_the_first_message(kind: str) -> None:
+    """A lock that its own thread held made it wait for ever."""
+
+    def at_every_moment() -> None:
+        for number in itertools.count(1):
+            with office_of(OverZmq(kind)) as office:
+                a, b, c = (office.open(worker_id) for worker_id in range(3))
+                sent = called_within(
+                    lambda: a.mailbox.send(1, Hello("one"), 1),  # noqa: B023
+                    lambda: a.mailbox.send(2, Hello("two"), 2),  # noqa: B023
+                    number,
+                )
+                assert b.take()[0].message == Hello("one")
+                if not sent:
+                    return
+                assert c.take()[0].message == Hello("two")
+
+    assert ends(at_every_moment)

@@ -122,7 +122,8 @@ class ServiceThread:
         self._poller = Poller()
         self._wakeup = Wakeup()
         self._poller.register(self._wakeup.fd, READ)
-        self._lock = threading.Lock()  # guards _handlers and the poller's end
+        # Guards _handlers and the poller's end. A signal handler may watch something while its thread does.
+        self._lock = threading.RLock()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._wakes_at = -math.inf  # when it wakes up by itself: an earlier job must wake it
         self._closed = False

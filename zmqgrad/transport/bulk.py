@@ -277,7 +277,7 @@ class BufferPool:
     """Memory for large frames, which is reused when nothing refers to it any more."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all but the deque
+        self._lock = threading.RLock()  # guards all but the deque; see Note [Calls of handlers] in links
         self._free: deque[mmap.mmap] = deque()  # the longest unused first
         self._finalizers = Finalizers(self._collect, COLLECT_SECONDS)
         self._returned = self._finalizers.notes()  # of instances of _BufferRef

@@ -269,7 +269,7 @@ class ReceiveWindow:
     def __init__(self, limit: int, notify: Notify) -> None:
         self._batch = max(1, limit // BATCHES)
         self._notify = notify
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.RLock()  # guards all below; see Note [Calls of handlers] in links
         self._peers: dict[int, tuple[_Consumed, _Consumed]] = {}  # of its requests, and of its replies
         self._totals: dict[int, tuple[int, int]] = {}
         self.totals = self._totals.get
@@ -279,7 +279,10 @@ class ReceiveWindow:
         """Counts ``size`` bytes as consumed, and returns credit if it is due."""
         with self._lock:
             requests, replies = both = self._of(peer)
-            both[reply].total = min(both[reply].total + size, MAX_CONSUMED)
+            consumed = both[reply]
+            consumed.total += size  # without a call, in which a handler might count something, too
+            if consumed.total > MAX_CONSUMED:
+                consumed.total = MAX_CONSUMED
             self._totals[peer] = requests.total, replies.total
             is_due = self._is_due(both)
         if is_due:
@@ -299,7 +302,7 @@ class ReceiveWindow:
     def _of(self, peer: int) -> tuple[_Consumed, _Consumed]:
         both = self._peers.get(peer)
         if both is None:
-            both = self._peers[peer] = _Consumed(self._batch), _Consumed(self._batch)
+            both = self._peers.setdefault(peer, (_Consumed(self._batch), _Consumed(self._batch)))
         return both
 
     def _is_due(self, both: tuple[_Consumed, _Consumed]) -> bool:

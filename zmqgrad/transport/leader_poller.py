@@ -37,7 +37,7 @@ class EpollLeaderPoller:
         self._poll = self._inner.poll
         self._outer = select.epoll()
         self._wakeup = Wakeup()
-        self._lock = threading.Lock()  # guards _waiting, _closed and _has_leader
+        self._lock = threading.RLock()  # guards _waiting, _closed and _has_leader
         self._waiting = 0
         self._closed = False
         self._has_leader = True

@@ -152,7 +152,7 @@ class Links:
         self._connected = connected
         self._on_broken = on_broken
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.RLock()  # guards all below
         self.closed = False
         """Whether :meth:`close` was called."""
         self._links: dict[int, Link] = {}

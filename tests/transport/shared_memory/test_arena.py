@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.support.signals import called_within
 from zmqgrad.transport.shared_memory.arena import SEGMENT_BYTES, Arena, Lease
 from zmqgrad.transport.shared_memory.segment import MappedSegment, Segment, supported
 
@@ -258,30 +258,6 @@ def test_a_closed_arena_leases_nothing(arena: Arena) -> None:
     arena.forget(1)
     arena.reclaim()
     assert arena.trim() == 0
-
-
-def called_within(change: Callable[[], object], handler: Callable[[], object], number: int) -> bool:
-    """Call ``change``, and ``handler`` where ``change`` calls a function for the ``number``-th time.
-
-    There a signal handler can run. Returns whether there are so many calls.
-    """
-    calls = itertools.count(1)
-    called = False
-
-    def on_event(frame: object, event: str, argument: object) -> None:
-        nonlocal called
-        if event in ("call", "c_return") and next(calls) == number:
-            sys.setprofile(None)
-            handler()
-            called = True
-
-    before = sys.getprofile()
-    sys.setprofile(on_event)
-    try:
-        change()
-    finally:
-        sys.setprofile(before)
-    return called
 
 
 @pytest.mark.parametrize("change", ["lease", "release"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import itertools
 import mmap
 import os
 import select
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.messages import messages_of
-from tests.support.signals import interrupted_in_c
+from tests.support.signals import called_within, ends, interrupted_in_c
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.service_thread import TimerHandle
@@ -187,6 +189,38 @@ def test_a_segment_that_arrives_by_several_connections_is_mapped_once(sides: tup
     assert b.transport.statistics()["segments_mapped"] == 1
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert (bytes(kept), bytes(more)) == (b"x" * 2000, b"y" * 2000)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_signal_handler_may_read_a_reply_while_its_thread_maps_a_segment() -> None:
+    """By another connection, which brings the same segment. What it has opened is pinned for forks, too."""
+
+    def at_every_moment() -> None:
+        for number in itertools.count(1):
+            for a, b in pair():
+                got: list[Any] = []
+                prepared = [a.transport.prepare(1, True, [bytes(2000)]) for _ in range(2)]
+
+                def receive() -> None:
+                    message = prepared.pop()  # noqa: B023
+                    a.offered.clear()  # noqa: B023
+                    a.send_offers(message)  # noqa: B023
+                    assert message.manifest is not None
+                    got.extend(b.transport.open(0, message.manifest, []))  # noqa: B023
+
+                called = called_within(receive, receive, number)
+                assert len(got) == 1 + called
+                child = os.fork()
+                if child == 0:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                assert b.transport.statistics()["blocks_pinned"] == len(got)
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                forks.unpin_ended()
+            if not called:
+                return
+
+    assert ends(at_every_moment)
 
 
 def test_frames_for_several_peers_are_copied_once(sides: tuple[Side, Side]) -> None:

@@ -152,7 +152,7 @@ class SealedTransport:
         self._secured = secured
         self._receiver = ChannelReceiver(context, host, zap, pass_on, reassembler, notify, sessions, end)
         self.end, self.join = self._receiver.end, self._receiver.join
-        self._lock = threading.Lock()  # guards all below; sending to a channel has the channel's lock
+        self._lock = threading.RLock()  # guards all below; sending to a channel has the channel's lock
         self._channels: dict[int, _Channel] = {}
         self._closed = False
 

@@ -113,7 +113,7 @@ class MappedBlocks:
         self._segments: dict[tuple[int, int], _PeerSegment] = {}  # by peer and segment id
         self._released: dict[int, Notes] = {}  # by peer; references to blocks, and numbers of blocks
         self._closed = False
-        self._lock = threading.Lock()  # guards additions to _segments
+        self._lock = threading.RLock()  # guards additions to _segments; see Note [Calls of handlers] in links
         self.has_releases: Callable[[int], object] = self._released.get
         """Returns, as a truth value, whether there are blocks to release to a peer."""
 
@@ -134,7 +134,8 @@ class MappedBlocks:
                     check_is_of_system(e)
                 raise ProtocolError(f"shared memory of worker {peer} cannot be mapped: {e}") from e
             released = self._released.setdefault(peer, self._notes())
-            self._segments[peer, offer.segment] = _PeerSegment(mapped, released)
+            # A handler that has interrupted this may have mapped it, and opened blocks of it.
+            self._segments.setdefault((peer, offer.segment), _PeerSegment(mapped, released))
 
     def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> list[Buffer]:
         """Return the frames of a message of ``peer``. ``Inbound.release_frames`` can empty the list.

@@ -75,7 +75,7 @@ class SharedMemoryTransport:
         self._timer: ServiceThread | None = None
         self._trim_job = CoalescedJob(self._trim, self._call_later)
         self._closed = False
-        self._counting = threading.Lock()  # guards the next three
+        self._counting = threading.RLock()  # guards the next three
         self.fallbacks: Counter[str] = Counter()
         self.bytes_out = 0
         self.bytes_in = 0
