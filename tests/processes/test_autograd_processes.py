@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.processes import run_processes
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
+from tests.support.waiting import eventually
 from tools.ports import free_port
 from zmqgrad import rpc
 from zmqgrad.autograd import allreduce_gradients, backward, context, describe_context, get_gradients
+from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.rpc import reply_port
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.testing import cluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -331,3 +335,31 @@ def test_distributed_data_parallel_averages_gradients_of_contexts() -> None:
     gaps = run_processes(run_ddp, 3, (free_port(),))
     assert len(gaps[0]) == len(gaps[1]) == 2 * 2 * 4 + 2 * 2 * 8
     assert max(gaps[0] + gaps[1]) < 1e-14
+
+
+def deep_graph(x: torch.Tensor, nodes: int) -> list[torch.Tensor]:
+    y = x * 1
+    for _ in range(nodes // 2):
+        y = y + 1
+    z = y
+    for _ in range(nodes // 2):
+        z = z + 1
+    return [y, z, z + y]
+
+
+def free_deep_graph(rank: int) -> int:
+    """What a worker has of a context is freed when that ends."""
+    x = torch.ones(1, requires_grad=True)
+    with cluster(2) as c:
+        for mode in ("fast", "auto"):
+            with context() as context_id:
+                results = rpc.rpc_sync(1, deep_graph, (x, 120_000))
+                backward(context_id, [results[0 if mode == "auto" else 2].sum()], mode=mode)
+                graph = weakref.ref(autograd_of(c.workers[1]).contexts.live()[0])
+            del results
+            eventually(graph, lambda found: found is None)
+    return 1
+
+
+def test_a_deep_graph_is_freed_without_overflowing_the_stack() -> None:
+    assert run_processes(free_deep_graph, 1) == [1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, count
+from itertools import chain, count, islice
 from operator import itemgetter
 from typing import Any
 
@@ -31,6 +31,13 @@ from zmqgrad.autograd.send_recv import (
     recv_metadata,
 )
 from zmqgrad.autograd.torch_internals import LEAF_NODE
+
+FREED_TOGETHER = 8192
+"""Torch frees nodes that have Python objects, as all have after a walk, one within the other: some 40,000 of
+them overflow the stack. So a node where gradients enter holds every so many of those behind it, which are
+freed after it, the nearest first (a list frees its last item first)."""
+
+_FREED_LATER = "zmqgrad_freed_later"
 
 
 class GraphWalk:
@@ -115,8 +122,12 @@ class GraphWalk:
         self.entries.append(entries)
         own: dict[Any, Sequence[Any]] = {}
         boundary: dict[Edge, None] = {}
-        if todo:
-            self._walk(number, todo, own, boundary)
+        for node in todo:
+            before = len(own)
+            self._walk(number, [node], own, boundary)
+            if len(own) - before > FREED_TOGETHER:
+                node.metadata[_FREED_LATER] = list(islice(own, before, None))[::FREED_TOGETHER][:0:-1]
+        self.edges.update(own)
         self.exclusive.append(own)
         self.boundary.append(boundary)
 
@@ -155,7 +166,6 @@ class GraphWalk:
                 if onward is None:
                     break
                 node = onward
-        known.update(own)
 
     def _note_recv(self, number: int, node: Any) -> bool:
         """Whether ``node``, a ``RECV_NODE`` that entry ``number`` reaches, is a recv of this package."""
