@@ -144,6 +144,16 @@ def send(tracer: Any, number: int) -> None:
     tracer.tap(True, 1, (int(MessageType.CALL), 0, 0, number), SimpleNamespace(TYPE=MessageType.CALL), 9, 100)
 
 
+def test_counters_go_on_while_a_part_is_recorded(tmp_path: Path, registry: CollectorRegistry) -> None:
+    with cluster(2):
+        with record(tmp_path):
+            rpc.rpc_sync("worker1", double, args=(torch.ones(2),))
+        rpc.rpc_sync("worker1", double, args=(torch.ones(2),))
+    sent = {"worker": "worker0", "type": "CALL", "direction": "sent"}
+    assert value(registry, "zmqgrad_messages_total", **sent) == 2
+    assert [call.request.type for call in Job(tmp_path).calls()].count("CALL") == 1
+
+
 def test_a_reply_that_is_read_before_its_request_is_noted_is_counted(registry: CollectorRegistry) -> None:
     tracer, kind = attached(), MessageType.RESULT
     tracer.tap(False, 1, (int(kind), 0, 0, 7), SimpleNamespace(TYPE=kind, is_awaited_by=bool), 9, 1_000_100)

@@ -71,6 +71,10 @@ class Counting:
         self.metrics = metrics
         self.inner = inner
 
+    def around(self, inner: tapping.Recorder) -> Counting:
+        """Returns one that counts the same, and passes everything on to ``inner``."""
+        return Counting(self.metrics, inner)
+
     def attach(self, identity: Identity) -> Tracer:
         """Returns the tracer of the worker or store ``identity``, which counts its messages."""
         inner = self.inner.attach(identity) if self.inner is not None else None

@@ -269,7 +269,8 @@ def record(
     """Records this process inside the ``with`` block, workers that exist already included.
 
     Each process of a job records into a log of its own; ``zmqgrad.trace.Job`` reads those of a directory
-    together. If a recorder is active already, this one replaces it inside the block.
+    together. If a recorder is active already, this one replaces it inside the block; what
+    :mod:`zmqgrad.trace.prometheus` counts goes on.
 
     Args:
         directory: of the logs; created if it is missing, for the user alone.
@@ -290,7 +291,8 @@ def record(
         8
     """
     recorder = Recorder(directory, job=job, arguments=arguments, heartbeats=heartbeats, max_events=max_events)
-    before = tapping.activate(recorder)
+    counting = getattr(tapping.active(), "around", None)  # counters go on inside the block
+    before = tapping.activate(recorder if counting is None else counting(recorder))
     try:
         yield recorder
     finally:
