@@ -80,6 +80,18 @@ def test_all_join_and_leave() -> None:
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None] * 3
 
 
+def test_a_worker_whose_init_rpc_was_interrupted_at_its_end_serves_before_it_leaves() -> None:
+    """It has joined, so others call it, and leave when it has replied."""
+    first, second = groups(2)
+    assert all_at_once([join(first), join(second)]) == [None] * 2
+    call = second.worker.call(0, pow, (2, 3))
+    leaving = threading.Thread(target=first.leave, args=(True, Deadline.after(20)))
+    leaving.start()
+    assert second.worker.decode(second.worker.wait(call)) == 8
+    second.leave(True, Deadline.after(20))
+    leaving.join(20)
+
+
 def test_the_error_names_missing_workers() -> None:
     one, *others = groups(3)
     with pytest.raises(

@@ -132,6 +132,8 @@ class Group(ABC):
         try:
             self.leaving = True
             self.worker.events.stop()
+            if graceful:
+                self.worker.server.serve()  # Ctrl-C may have ended init_rpc just before it did
             (self._finish if graceful else self._finish_at_once)(deadline)
         except BaseException as e:
             logger.debug("%s: shutdown: %s", self.worker.name, e)
