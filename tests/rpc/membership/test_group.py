@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -400,6 +400,30 @@ def test_a_signal_handler_may_leave_just_before_a_graceful_shutdown_begins(
     rpc.shutdown()
     with pytest.raises(NotInitializedError):
         rpc.shutdown()
+
+
+def test_a_shutdown_that_cannot_be_hurried_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    first, second = groups(2)
+    assert all_at_once([join(first), join(second)]) == [None] * 2
+    left = threading.Event()
+
+    def leave() -> None:
+        first.leave(True, Deadline.after(20))
+        left.set()
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    eventually(lambda: first.leaving)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            first.hurry()
+    second.leave(True, Deadline.after(20))
+    leaving.join(20)
+    assert left.is_set()
 
 
 @pytest.mark.parametrize("gives_up", [False, True])

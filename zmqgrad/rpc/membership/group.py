@@ -29,6 +29,7 @@ from zmqgrad.rpc.torch_internals import keep_out_of_graphs
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.late_threads import start_thread
 from zmqgrad.store import Store, TCPStore
 from zmqgrad.transport.base import Mailbox
 
@@ -154,16 +155,14 @@ class Group(ABC):
 
         Another thread does this: the calling one may be a signal handler, which has interrupted :meth:`leave`
         while it holds a lock.
+
+        Raises:
+            RuntimeError: if no thread can be started. The shutdown goes on.
         """
         if self._hurried is None:
             self._goodbye = LEFT_AT_ONCE
-            self._hurried = threading.Thread(
-                target=close_quietly,
-                args=(self, logger.debug, JOIN_TIMEOUT_SECONDS),
-                name=f"{self.worker.name}-hurry",
-                daemon=True,
-            )
-            self._hurried.start()
+            close = partial(close_quietly, self, logger.debug, JOIN_TIMEOUT_SECONDS)
+            self._hurried = start_thread(close, f"{self.worker.name}-hurry")
 
     def wait_for_lost_processes(self) -> None:
         """Wait briefly until the processes of lost workers have ended.
