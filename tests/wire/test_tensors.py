@@ -179,6 +179,18 @@ def test_dense_strides_survive() -> None:
     assert travel(many)[0].stride() == (0, 0)
 
 
+@pytest.mark.parametrize("count", [1, 2, 20])
+@pytest.mark.parametrize("size", [3, 100])
+def test_strides_of_contiguous_tensors_survive(size: int, count: int) -> None:
+    """Where the size is 1 they tell the memory format, which those of other dimensions do not."""
+    image = torch.randn(2, 1, size, size).to(memory_format=torch.channels_last)
+    column = torch.randn(size, 1).t()
+    for sent in ([image] * count, [image + i for i in range(count)], [column * i for i in range(count)]):
+        for t, got in zip(sent, travel(*sent), strict=True):
+            assert_same(t, got)
+            assert got.stride() == t.stride()
+
+
 def test_a_view_sends_only_what_it_shows() -> None:
     huge = torch.zeros(1_000_000)
     assert sent_bytes(huge[5:10]) == 20

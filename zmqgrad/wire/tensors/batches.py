@@ -17,6 +17,7 @@ from zmqgrad.wire.lazy_frame import Buffer, LazyFrame
 from zmqgrad.wire.messages import TensorBatch
 from zmqgrad.wire.tensors.blobs import Blobs, Place, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
+from zmqgrad.wire.tensors.memory import unusual_strides
 from zmqgrad.wire.tensors.modes import without_modes
 
 MIN_TENSORS = 8
@@ -72,7 +73,8 @@ def make_batches(
     others: list[int] = []
     for number, (t, (_, _, size)) in enumerate(zip(tensors, places, strict=True)):
         key = dtype, _ = t.dtype, t.requires_grad
-        if not 0 < size <= MAX_MEMBER_BYTES or dtype not in _JOINABLE:
+        shape = t.shape
+        if not 0 < size <= MAX_MEMBER_BYTES or dtype not in _JOINABLE or (1 in shape and unusual_strides(t)):
             others.append(number)
             continue
         batch = open_batches.get(key)
@@ -80,7 +82,7 @@ def make_batches(
             batch = open_batches[key] = _OpenBatch()
             full.append((*key, batch))
         batch.tensors.append(t)
-        batch.shapes.append(t.shape)
+        batch.shapes.append(shape)
         batch.indices.append(number)
         batch.size += size
     batches = []

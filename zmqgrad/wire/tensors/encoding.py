@@ -17,7 +17,7 @@ from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
 from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES, Blobs, Place, blob_of
 from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
 from zmqgrad.wire.tensors.dtypes import NAMES
-from zmqgrad.wire.tensors.memory import check_parts, extent, materialized
+from zmqgrad.wire.tensors.memory import check_parts, extent, materialized, unusual_strides
 from zmqgrad.wire.tensors.modes import modes_disabled
 from zmqgrad.wire.tensors.sharing import Sharing
 from zmqgrad.wire.tensors.torch_internals import dispatch_modes, function_modes, in_dual_level, is_dual
@@ -90,7 +90,8 @@ def _encode_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: 
     if len(tensors) == 1 and (place := _place(t := tensors[0])) is not None:
         blob = blob_of(*place, frames)
         return Tensors(
-            (TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, 0, t.requires_grad),), (blob,)
+            (TensorDescriptor(NAMES[t.dtype], tuple(t.shape), unusual_strides(t), 0, 0, t.requires_grad),),
+            (blob,),
         )
     places = _places(tensors)
     if places is not None:
@@ -154,7 +155,7 @@ def _encode_any(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
 
 def _encode_plain(t: torch.Tensor, place: Place, out: Blobs) -> TensorDescriptor:
     number = out.add(*place)
-    return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, number, t.requires_grad)
+    return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), unusual_strides(t), 0, number, t.requires_grad)
 
 
 def _encode_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:

@@ -19,6 +19,21 @@ def extent(t: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
+def unusual_strides(t: torch.Tensor) -> tuple[int, ...]:
+    """The strides of contiguous ``t`` if they are others than torch gives a new tensor of its shape, else ().
+
+    They can be where the size is 1: in images of one channel, for example, that are ``channels_last``.
+    """
+    shape = t.shape
+    if 1 in shape:
+        expected, strides = 1, t.stride()
+        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if stride != expected:
+                return tuple(strides)
+            expected *= size
+    return ()
+
+
 def holds(t: torch.Tensor, size: int) -> bool:
     """Whether the storage of strided ``t``, no zero tensor, has ``size`` bytes from its first element on."""
     if not size:
