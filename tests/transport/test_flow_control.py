@@ -190,6 +190,23 @@ def test_a_message_that_was_not_sent_gives_its_bytes_back(waits: Waits) -> None:
     waits.send_window.cancel(2, False, 40)  # of a peer that is forgotten
 
 
+def test_credit_arrives_whatever_a_signal_handler_that_waits_for_it_has_interrupted() -> None:
+    """It waits for a reply, of which the thread that reads it first handles the credit."""
+    for number in itertools.count(1):
+        window = SendWindow("w", 100, lambda peer, message: None)
+        assert window.try_reserve(1, False, 60)
+        read: list[bool] = []
+        called = called_within(
+            lambda: window.try_reserve(1, False, 40),  # noqa: B023
+            lambda: read.append(ends(lambda: window.on_consumed(1, 60, 0))),  # noqa: B023
+            number,
+        )
+        assert read == [True] * called
+        assert window.statistics()["bytes"] == {1: 40 if called else 100}
+        if not called:
+            break
+
+
 class Returns:
     """A receive window, and the counters that its messages carried."""
 

@@ -60,19 +60,29 @@ class _Waiter(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _CreditAccount:
-    """The bytes sent to one peer, of requests or of responses, since the beginning. Guarded by the lock."""
+    """The bytes sent to one peer, of requests or of responses, since the beginning. Guarded by the lock.
+
+    Except ``reported``: whoever reads a message must not wait for a thread that a signal handler has
+    interrupted, as that may wait for the message.
+    """
 
     limit: int
     sent: int = 0
     consumed: int = 0
     waiting: deque[_Waiter] = field(default_factory=deque)
+    reported: deque[int] = field(default_factory=deque)
+    """What the peer has consumed by its messages, and is not in ``consumed`` yet."""
 
     @property
     def in_flight(self) -> int:
+        while self.reported:
+            reported = self.reported.popleft()
+            if reported > self.consumed:
+                self.consumed = reported
         return max(0, self.sent - self.consumed)
 
     def has_room(self, size: int) -> bool:
-        in_flight = self.sent - self.consumed
+        in_flight = self.in_flight
         return in_flight <= 0 or in_flight + size <= self.limit
 
     def grant(self) -> list[_Waiter]:
@@ -194,8 +204,7 @@ class SendWindow:
             account = self._accounts.get((peer, reply))
             if account is None or consumed <= account.consumed:
                 continue
-            with self._lock:
-                account.consumed = max(consumed, account.consumed)
+            account.reported.append(consumed)
             if account.waiting:
                 self._grant(peer, reply, account)
 
