@@ -143,3 +143,22 @@ def test_a_fork_that_registers_during_close_leaves_no_value_that_nobody_sets(val
     assert values.statistics() == {"owner_rrefs": 0, "forks": 0}
     with pytest.raises(RRefError, match="was shut down"):
         values.find(VALUE)
+
+
+def test_the_last_fork_of_a_value_may_go_while_its_maker_is_lost(values: OwnedValues) -> None:
+    """In another thread, between the errors of two values that wait for calls of that worker."""
+    forks = {join_id(MAKER, n): join_id(OTHER, n) for n in (1, 2)}
+    deleted: list[int] = []
+
+    def delete_all(_: object) -> None:
+        for effect in values.delete(forks.items()):
+            assert isinstance(effect, DropValue)
+            deleted.append(effect.rref_id)
+            values.drop(effect.rref_id)
+
+    for value, fork in forks.items():
+        values.note(value, fork, OTHER)
+        values.find(value).add_done_callback(delete_all)
+    values.lose(MAKER, lost)
+    assert deleted == list(forks)
+    assert values.statistics() == {"owner_rrefs": 0, "forks": 0}

@@ -169,12 +169,13 @@ class OwnedValues:
         with self._lock:
             self._lost[peer] = error_of
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
+        for rref_id, promise in orphans.items():
+            promise.set_exception(error_of(rref_id))
+        with self._lock:  # only now: what is neither awaited nor set is being made, and is not dropped
             self._awaited -= orphans.keys()
             for rref_id in orphans:
                 if not self._forks.knows(rref_id):
-                    del self._values[rref_id]
-        for rref_id, promise in orphans.items():
-            promise.set_exception(error_of(rref_id))
+                    self._values.pop(rref_id, None)
 
     def expire(self, peer: int) -> list[Effect]:
         """Remove the forks of ``peer``, which was lost ``ORPHAN_GRACE_SECONDS`` ago."""
