@@ -9,6 +9,7 @@ import mmap
 import os
 import select
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -678,6 +679,31 @@ def test_a_fork_sees_what_another_thread_had_just_opened(is_first: bool, sides: 
     assert (b.transport.statistics()["blocks_pinned"], a.leased) == (0, 0)
     os.close(read)
     os.close(write)
+
+
+def test_blocks_are_counted_while_another_thread_forks(sides: tuple[Side, Side]) -> None:
+    """At any line."""
+    a, b = sides
+    _, got = a.transfer([bytes(2000)])
+    made: list[forks.Fork] = []
+
+    def fork(*_: object) -> Any:
+        if len(made) < 200:
+            made.append(forks.Fork())
+            made[-1].pin()
+        return fork
+
+    fork()
+    before = sys.gettrace()
+    sys.settrace(fork)
+    try:
+        counts = b.transport.statistics()
+    finally:
+        sys.settrace(before)
+    assert (counts["blocks_pinned"], len(got)) == (1, 1)
+    for each in made:
+        each.close(1)
+        each.unpin()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

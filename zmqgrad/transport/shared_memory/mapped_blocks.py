@@ -97,7 +97,8 @@ class _PeerSegment:
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of blocks in use and of blocks pinned by forks."""
-        pinned = {id(array) for arrays in list(self._pins.values()) for array in arrays}
+        of_forks = [fork for reference in self._pins.keyrefs() if (fork := reference()) is not None]
+        pinned = {id(array) for fork in of_forks for array in self._pins.get(fork, ())}
         return sum(reference() is not None for reference in list(self._in_use.values())), len(pinned)
 
 
