@@ -247,8 +247,10 @@ def read_the_store(target: Target) -> str:
     with _knocking(target, zmq.DEALER, send) as knocks:
         for knock in knocks:
             if knock.socket.poll(0):
-                knock.socket.poll(1000)  # the second reply
-                found += [f"port {knock.port}: {decode(data)[1]}" for data in knock.receive()]
+                replies = knock.receive()
+                if len(replies) == 1 and knock.socket.poll(1000):
+                    replies += knock.receive()
+                found += [f"port {knock.port}: {decode(data)[1]}" for data in replies]
     return "; ".join(found)
 
 
