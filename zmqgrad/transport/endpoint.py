@@ -253,11 +253,12 @@ class Endpoint:
         if frames:
             size += sum(map(len, frames))
         if not accepted:
-            with self._counting:
+            header = len(first)
+            with self._counting:  # without a call, in which a handler might wait for another reader
                 self.messages += 1
-                self.header_bytes += len(first)
+                self.header_bytes += header
                 if frames:
-                    self.frame_bytes += size - len(first)
+                    self.frame_bytes += size - header
         inbound = self._complete(first, frames, path, accepted, envelope, manifest, message, size)
         if inbound is None and not accepted:
             self._uncount(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.signals import called_within
+from tests.support.signals import called_within, ends
 from zmqgrad.transport.shared_memory.arena import SEGMENT_BYTES, Arena, Lease
 from zmqgrad.transport.shared_memory.segment import MappedSegment, Segment, supported
 
@@ -292,4 +292,21 @@ def test_a_handler_that_makes_a_call_may_come_at_any_point(change: str) -> None:
         assert leased(arena) == 0
         arena.close()
         if complete:
+            break
+
+
+def test_blocks_are_released_whatever_a_signal_handler_that_waits_for_it_has_interrupted() -> None:
+    """It waits for a reply; the thread that reads it first ends the leases that the reply releases."""
+    for number in itertools.count(1):
+        arena, read = Arena(MB), list[bool]()
+        held: Any = arena.lease(1, [64, 4096])
+        called = called_within(
+            lambda: held.extend(arena.lease(1, [64])),  # noqa: B023
+            lambda: read.append(ends(lambda: arena.release(1, [held[0].number]))),  # noqa: B023
+            number,
+        )
+        assert read == [True] * called
+        assert leased(arena) == (2 if called else 3)
+        arena.close()
+        if not called:
             break

@@ -104,11 +104,13 @@ class Arena:
             with self._lock:
                 if self._busy:
                     return "full"
-                return self._change(partial(self._lease, peer, sizes, keep))
+                leases = self._change(partial(self._lease, peer, sizes, keep))
         except OSError as e:
             check_is_of_system(e)
             logger.debug("no shared memory for worker %d: %s", peer, e)
             return "no memory"
+        self._end_released()
+        return leases
 
     def _change(self, make: Callable[[], T]) -> T:
         """Call ``make``, which allocates or frees blocks, and end the leases that were released.
@@ -118,12 +120,11 @@ class Arena:
         """
         self._busy = True
         try:
+            self._end_leases()
             try:
                 return make()
             finally:
-                while self._released:
-                    self._end(*self._released[0])
-                    self._released.popleft()  # last: after Ctrl-C, the next change does the rest
+                self._end_leases()
         except BaseException as e:
             if getattr(e, "errno", None) is None:  # not of the system, which only refuses a segment
                 self._free_rest()
@@ -222,17 +223,36 @@ class Arena:
 
     def release(self, peer: int, numbers: Collection[int]) -> None:
         """End leases of ``peer``: it has finished with them, or they were not sent."""
-        with self._lock:
-            self._released.append((peer, numbers))
-            if not self._busy:
-                self._change(bool)
+        self._released.append((peer, numbers))
+        self._end_released()
 
-    def _end(self, peer: int, numbers: Collection[int]) -> None:
-        state = self._peers.get(peer)
-        if state is not None:
-            leases = [lease for n in numbers if (lease := state.leases.pop(n, None)) is not None]
-            self._unknown_releases += len(numbers) - len(leases)
-            self._free(leases)
+    def _end_released(self) -> None:
+        """End the leases that were released, unless a thread has the lock, which does it then.
+
+        Not waited for: a signal handler may have interrupted that thread, and wait for the message by which
+        they were released.
+        """
+        while self._released:
+            held: list[bool] = []
+            try:
+                held.extend(map(self._lock.acquire, (False,)))  # of C, so that Ctrl-C leaves it to others
+                if True not in held or self._busy:
+                    return
+                self._change(bool)
+            finally:
+                if True in held:
+                    self._lock.release()
+
+    def _end_leases(self) -> None:
+        """Called with the lock held, in a change."""
+        while self._released:
+            peer, numbers = self._released[0]
+            state = self._peers.get(peer)
+            if state is not None:
+                leases = [lease for n in numbers if (lease := state.leases.pop(n, None)) is not None]
+                self._unknown_releases += len(numbers) - len(leases)
+                self._free(leases)
+            self._released.popleft()  # last: after Ctrl-C, the next change does the rest
 
     def _free_rest(self) -> None:
         """Free all that has no lease: Ctrl-C came while blocks were allocated or freed.
@@ -287,6 +307,7 @@ class Arena:
 
     def reclaim(self) -> None:
         """Free the blocks that lost peers have unmapped since."""
+        self._end_released()
         with self._lock:
             if self._departed and not self._busy:
                 self._change(self._reclaim)
@@ -334,6 +355,7 @@ class Arena:
 
     def statistics(self) -> dict[str, Any]:
         """Return the limit, the use of memory, and the leases."""
+        self._end_released()
         with self._lock:
             return {
                 "limit": self.limit,
