@@ -16,7 +16,10 @@ _K = TypeVar("_K")
 
 
 class NestedWaits:
-    """How long each thread waited for replies, between any two times. Of a group call, waits overlap."""
+    """How long each thread waited for replies, between any two times.
+
+    Waits of one thread overlap: those of a group call, and those of what the thread does while it waits.
+    """
 
     def __init__(self) -> None:
         self._ends: defaultdict[tuple[Actor, int], array[int]] = defaultdict(lambda: array("q"))
@@ -27,9 +30,10 @@ class NestedWaits:
         if wait.until is not None:
             key = wait.waiter, wait.thread
             ends, sums = self._ends[key], self._sums[key]
-            begin = max(wait.since, ends[-1]) if ends else wait.since
+            before = sums[bisect.bisect_right(ends, wait.since)]
+            further = wait.until - max(wait.since, ends[-1] if ends else 0)
             ends.append(wait.until)
-            sums.append(sums[-1] + max(wait.until - begin, 0))
+            sums.append(max(sums[-1] + max(further, 0), before + wait.until - wait.since))
 
     def between(self, actor: Actor, thread: int, begin: int, end: int) -> int:
         """The nanoseconds of the waits of this thread that ended between these times."""
