@@ -230,13 +230,20 @@ def test_a_wall_clock_that_is_set_is_noted_and_changes_no_time(tmp_path: Path) -
     assert len(list(job.calls())) == 2
 
 
-@pytest.mark.parametrize(("wall", "is_part"), [(10, False), (1000, True), (9000, False)])
+@pytest.mark.parametrize(
+    ("wall", "set_to", "is_part"),
+    [(10, 15, False), (1000, 1005, True), (9000, 9005, False), (10, 1005, True), (9000, 1005, True)],
+)
 def test_what_belongs_to_no_job_is_part_of_those_that_ran_meanwhile(
-    tmp_path: Path, wall: int, is_part: bool
+    tmp_path: Path, wall: int, set_to: int, is_part: bool
 ) -> None:
-    store = (tag_of(events.ActorStarted), 0, 1, events.Role.STORE_SERVER, "")
+    """Also if its wall clock was set meanwhile, or its host was suspended."""
+    rows = [
+        (tag_of(events.ActorStarted), 0, 1, events.Role.STORE_SERVER, ""),
+        (tag_of(events.ClockSample), 5 * SECOND, set_to * SECOND),
+    ]
     info = events.ProcessInfo("h", 7, wall * SECOND, 0, "of the store")
-    (tmp_path / "store.zgtrace").write_bytes(log.header(info) + log.record([store]))
+    (tmp_path / "store.zgtrace").write_bytes(log.header(info) + log.record(rows))
     assert len(Job(tmp_path).processes) == 1
     a = Writer(tmp_path, 0, clock="boot", wall=1000 * SECOND)
     a.add(events.ContextCreated, 30 * SECOND, 1)

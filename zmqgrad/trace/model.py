@@ -76,8 +76,9 @@ class Process(msgspec.Struct, eq=False):
 
     @property
     def wall_span(self) -> tuple[int, int]:
-        """The wall times at which its log begins and ends, by its wall clock when it began."""
-        return self.info.wall, self.last + self.wall_offset
+        """The wall times between which it has its log, whichever was right if its wall clock was set."""
+        offsets = [self.wall_offset, *(wall - time for wall, time in self.samples)]
+        return self.info.monotonic + min(offsets), self.last + max(offsets)
 
     @property
     def jumps(self) -> list[int]:
