@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    if sys.stdout is None:  # whoever started us closed it: what is opened next must not take its place
+    _open_closed_streams()
+    if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack what names are made of
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -55,6 +56,17 @@ def _execute(arguments: argparse.Namespace) -> int:
         discard_output()
         print(f"zmqgrad {arguments.command}: cannot write: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _open_closed_streams() -> None:
+    """Open what whoever started us has closed: what is opened next must not take its place."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number, which is fd
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -263,6 +263,13 @@ def test_messages_that_nobody_gets_change_nothing(script: Path, restarts: int) -
         assert subprocess.call(command, stderr=full, timeout=60) == (0 if restarts else 7)
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_change_nothing(script: Path, closed: str) -> None:
+    """What the launcher opens must not take their numbers, to which it writes."""
+    script.write_text("print('some output', flush=True); import os; os._exit(7)")
+    assert subprocess.call(["sh", "-c", f'exec "$@" {closed}', "sh", *LAUNCHER, script], timeout=60) == 7
+
+
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [("raise", 1, "exit code 1"), ("exit", 7, "exit code 7"), ("kill", 137, "killed by SIGKILL")],
