@@ -78,10 +78,11 @@ def test_counting_again_in_a_registry_goes_on() -> None:
     assert known() is None
 
 
-def test_closing_an_endpoint_does_not_stop_the_next_one() -> None:
+@pytest.mark.parametrize("same", [False, True])
+def test_closing_an_endpoint_does_not_stop_the_next_one(same: bool) -> None:
     registry, sent = CollectorRegistry(), {"worker": "worker0", "type": "CALL", "direction": "sent"}
     with cluster(2):
-        before = prometheus.serve(0)
+        before = prometheus.serve(0, registry=registry if same else None)
         with prometheus.serve(0, registry=registry):
             before.close()
             rpc.rpc_sync("worker1", double, args=(torch.ones(2),))

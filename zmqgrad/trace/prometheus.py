@@ -68,17 +68,17 @@ class Counting:
     """A recorder that counts, and passes everything on to ``inner``, the one that was active before."""
 
     def __init__(self, metrics: Metrics, inner: tapping.Recorder | None) -> None:
-        self.metrics = metrics
+        self._metrics = metrics
         self.inner = inner
 
     def around(self, inner: tapping.Recorder) -> Counting:
         """Returns one that counts the same, and passes everything on to ``inner``."""
-        return Counting(self.metrics, inner)
+        return Counting(self._metrics, inner)
 
     def attach(self, identity: Identity) -> Tracer:
         """Returns the tracer of the worker or store ``identity``, which counts its messages."""
         inner = self.inner.attach(identity) if self.inner is not None else None
-        return cast("Tracer", _CountingTracer(self.metrics, identity, inner))
+        return cast("Tracer", _CountingTracer(self._metrics, identity, inner))
 
     def in_child(self) -> tapping.Recorder | None:
         """As :class:`~zmqgrad.transport.tap.Recorder`: a child has no server, and counts nothing."""
@@ -214,14 +214,15 @@ def stop() -> None:
 class Endpoint:
     """An HTTP server of the counters; made by :func:`serve`. Also a context manager."""
 
-    def __init__(self, server: WSGIServer, thread: threading.Thread, registry: CollectorRegistry) -> None:
-        self._server, self._thread, self._registry = server, thread, registry
+    def __init__(
+        self, server: WSGIServer, thread: threading.Thread, counting: tapping.Recorder | None
+    ) -> None:
+        self._server, self._thread, self._counting = server, thread, counting
         self.port = int(server.server_port)
 
     def close(self) -> None:
-        """Stops serving, and counting, unless it is counted in another registry by now."""
-        before = tapping.active()
-        if isinstance(before, Counting) and before.metrics is _known.get(self._registry):
+        """Stops serving, and counting, unless it was begun anew since, as for another endpoint."""
+        if tapping.active() is self._counting:
             stop()
         self._server.shutdown()
         self._server.server_close()
@@ -260,4 +261,4 @@ def serve(port: int, address: str = "127.0.0.1", registry: CollectorRegistry | N
             f"cannot serve counters at {address}:{port}: {getattr(e, 'strerror', e) or e}"
         ) from e
     count(registry)
-    return Endpoint(server, thread, registry)
+    return Endpoint(server, thread, tapping.active())
