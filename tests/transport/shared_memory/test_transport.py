@@ -9,6 +9,7 @@ import mmap
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -704,6 +705,38 @@ def test_blocks_are_counted_while_another_thread_forks(sides: tuple[Side, Side])
     for each in made:
         each.close(1)
         each.unpin()
+
+
+def fork_within_a_fork() -> None:
+    """A signal handler forks in the thread that is about to fork."""
+
+    def fork() -> None:
+        if os.fork() == 0:
+            os._exit(0)
+        os.wait()
+
+    for a, b in pair():
+        _, got = a.transfer([bytes(2000)])
+        handler = OtherThread(fork)
+        fork()
+        assert not handler.steps
+        del got
+        for _ in range(2):
+            _, more = a.transfer([bytes(2000)])
+            del more
+            b.run_jobs()
+        assert (b.transport.statistics()["blocks_pinned"], a.leased) == (0, 0)
+
+
+FORK_WITHIN_A_FORK = """
+import concurrent.futures.thread  # first: each fork holds a lock of it, not reentrant, from its hook on
+from tests.transport.shared_memory.test_transport import fork_within_a_fork
+fork_within_a_fork()
+"""
+
+
+def test_a_fork_within_a_fork_keeps_no_block_for_ever() -> None:
+    subprocess.run([sys.executable, "-c", FORK_WITHIN_A_FORK], check=True, timeout=120)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
