@@ -221,9 +221,8 @@ def _self_test() -> Check:
         if worker.returncode:
             last = outputs[rank][1].decode(errors="replace").strip().splitlines()[-1:]
             return Check("self-test", Status.BAD, f"worker {rank} failed: {''.join(last)}")
-    reports = [
-        line for line in outputs[0][0].splitlines() if line.startswith(b"{")
-    ]  # sitecustomize may print
+    # A sitecustomize may print as well.
+    reports = [line for line in outputs[0][0].splitlines() if line.startswith(b"{")]
     if not reports:
         return Check("self-test", Status.BAD, "worker 0 ended without a result")
     return _self_test_result(json.loads(reports[-1]))

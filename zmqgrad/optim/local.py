@@ -126,9 +126,8 @@ class LocalOptimizer:
                 alias.grad = gradient
             torch_internals.step(self.optimizer)
             for alias, data in zip(aliases, memory, strict=True):
-                if (
-                    data is not None and data.layout is torch.sparse_coo
-                ):  # which gets other memory when it is changed in place
+                # A sparse one gets other memory when it is changed in place.
+                if data is not None and data.layout is torch.sparse_coo:
                     data.data = alias.data
         finally:
             self._let_go()

@@ -121,7 +121,6 @@ class DistributedLRScheduler:
             ConfigurationError: if the owners differ.
             Exception: the error of torch's ``load_state_dict`` on an owner.
         """
-        check_owners(state, self._of_all_owners())
-        call_owners(
-            _load, {owner: (schedule, state[owner]) for owner, schedule in self._of_all_owners().items()}
-        )
+        schedules = self._of_all_owners()
+        check_owners(state, schedules)
+        call_owners(_load, {owner: (schedule, state[owner]) for owner, schedule in schedules.items()})
