@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+import tracemalloc
 from collections import deque
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -165,6 +166,21 @@ def test_unexpected_credit_does_not_make_the_count_negative(waits: Waits) -> Non
     waits.send_window.on_consumed(1, 1 << 62, 1 << 62)
     assert waits.send_window.statistics()["bytes"] == {}
     assert waits.send_window.try_reserve(1, False, 100)
+
+
+def test_a_peer_that_repeats_its_counters_takes_no_memory() -> None:
+    """As in each call of a worker to which this one sends nothing that counts any more."""
+    send_window = SendWindow("w", 100, lambda *_: None)
+    assert send_window.try_reserve(1, False, 50)
+    tracemalloc.start()
+    try:
+        for _ in range(20_000):
+            send_window.on_consumed(1, 20, 0)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 50_000
+    assert send_window.statistics()["bytes"] == {1: 30}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))

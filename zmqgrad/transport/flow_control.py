@@ -72,6 +72,8 @@ class _CreditAccount:
     waiting: deque[_Waiter] = field(default_factory=deque)
     reported: deque[int] = field(default_factory=deque)
     """What the peer has consumed by its messages, and is not in ``consumed`` yet."""
+    newest: int = 0
+    """The last of these: most messages repeat it, and none may be sent for long."""
 
     @property
     def in_flight(self) -> int:
@@ -202,9 +204,10 @@ class SendWindow:
         """Handles the counters in a message of ``peer``: what it has consumed since the beginning."""
         for reply, consumed in ((False, requests), (True, replies)):
             account = self._accounts.get((peer, reply))
-            if account is None or consumed <= account.consumed:
+            if account is None or consumed <= account.newest:
                 continue
             account.reported.append(consumed)
+            account.newest = consumed
             if account.waiting:
                 self._grant(peer, reply, account)
 
